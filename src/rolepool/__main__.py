@@ -1,0 +1,7 @@
+"""`python -m rolepool`."""
+
+import sys
+
+from rolepool.cli import main
+
+sys.exit(main())

@@ -1,0 +1,51 @@
+"""What every section of the config is made of: the base class, the value types, defaults that follow another key.
+
+Owns the rules that hold for all keys. Knows no key by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+
+class Section(BaseModel):
+    """A frozen group of keys. The text under each field is its documentation, everywhere it is shown."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+    )
+
+
+def follows(key: str) -> Any:
+    """A default that is another key's value. The loader resolves it, as it does a `${...}` the user writes."""
+    return Field(default=f"${{{key}}}")
+
+
+def _as_list(value: Any) -> Any:
+    """One file may be written without the brackets."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1")
+    return value
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+CountOrMinusOne = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]

@@ -1,0 +1,73 @@
+"""The config in words: one key explained, and the page docs/config.md. Both come from the schema alone."""
+
+from __future__ import annotations
+
+from rolepool.config.built import is_built
+from rolepool.config.loading import LoadedConfig, nearest_key, show
+from rolepool.config.schema import Key, all_keys, all_sections
+from rolepool.errors import ConfigError
+
+
+def explain(path: str, loaded: LoadedConfig) -> str:
+    """What a key means, may hold, is by default and is now; of a group, its keys in a line each."""
+    if path in all_keys():
+        key = all_keys()[path]
+        lines = [
+            f"{path} = {show(value_of(path, loaded))}",
+            f"  {key.doc}",
+            f"  type: {key.type_text}",
+            f"  default: {show(key.default)}",
+        ]
+        if not is_built(path):
+            lines.append("  not built yet: `rolepool train` refuses it")
+        return "\n".join(lines)
+    if path in all_sections():
+        below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
+        return "\n".join(f"{key.path} = {show(value_of(key.path, loaded))}\n  {key.doc}" for key in below)
+    meant = nearest_key(path)
+    hint = f"did you mean {meant}?" if meant else "`rolepool config` lists all keys"
+    raise ConfigError(f"{show(path)}: unknown key; {hint}")
+
+
+def value_of(path: str, loaded: LoadedConfig) -> object:
+    """The value in force of a key."""
+    value: object = loaded.config.model_dump(mode="json")
+    for part in path.split("."):
+        assert isinstance(value, dict)
+        value = value[part]
+    return value
+
+
+def markdown() -> str:
+    """docs/config.md."""
+    lines = [
+        "# Config keys",
+        "",
+        "Generated from the schema by `python scripts/write_config_docs.py`; do not edit by hand.",
+        "",
+        "Write keys in YAML files, as `key=value` on the command line, or both: files are merged from left to right,",
+        "then overrides in their order. `${a.b}` stands for the value of another key. `+key=value` means the same as",
+        "`key=value`. `rolepool config` prints every key with its value in force, `rolepool config KEY` explains one.",
+        "",
+        "Keys marked *not built yet* are checked by `rolepool plan` and `rolepool config`, and refused by",
+        "`rolepool train`.",
+    ]
+    heading = None
+    for key in all_keys().values():
+        section = _heading_of(key)
+        if section != heading:
+            heading = section
+            lines.extend(["", f"## {section}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"])
+        lines.append(_row(key))
+    return "\n".join(lines) + "\n"
+
+
+def _heading_of(key: Key) -> str:
+    first, second = key.path.split(".")[:2]
+    return f"{first}.{second}" if first == "actor_rollout_ref" else first
+
+
+def _row(key: Key) -> str:
+    status = "" if is_built(key.path) else " *Not built yet.*"
+    cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", key.doc + status]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,345 @@
+"""From YAML files and `key=value` overrides to a checked Config, or to the list of everything that is wrong.
+
+Owns merging (OmegaConf does it), `${...}` references and the wording of problems with single keys. Rules about
+combinations of keys are in `consistency`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from rolepool.config.consistency import contradictions
+from rolepool.config.schema import Config, Key, all_keys, all_sections, default_tree
+from rolepool.config.unsupported import why_unsupported
+from rolepool.errors import ConfigError
+
+KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config and where it came from: the keys that the user set, in files or overrides."""
+
+    config: Config
+    set_keys: frozenset[str]
+    files: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+    def with_overrides(self, *overrides: str) -> LoadedConfig:
+        """The same config with further `key=value` overrides on top."""
+        return load_config(self.files, (*self.overrides, *overrides))
+
+    def to_yaml(self) -> str:
+        """Every key with its value in force."""
+        return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with every problem."""
+    files, overrides = tuple(files), tuple(overrides)
+    problems: list[str] = []
+    leaves: dict[str, Any] = {}
+    for file in files:
+        for path, value in _flatten(_read_file(file, problems)):
+            _take(path, value, leaves, problems)
+    for override in overrides:
+        parsed = _parse_override(override, problems)
+        for path, value in _flatten_override(parsed):
+            _take(path, value, leaves, problems)
+    tree, broken = _resolve(leaves, problems)
+    config = _validate(tree, broken, frozenset(leaves), problems)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    assert config is not None
+    return LoadedConfig(config, frozenset(leaves), files, overrides)
+
+
+def show(value: Any) -> str:
+    """A value on one line, as a user would have typed it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        text = "[" + ",".join(show(item) for item in value) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ",".join(f"{show(name)}:{show(item)}" for name, item in value.items()) + "}"
+    else:
+        text = str(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest_key(path: str) -> str | None:
+    """The real key that a mistyped one most likely means."""
+    candidates = list(all_keys())
+    endings = [key for key in candidates if key.endswith(f".{path}")]
+    close = endings or difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
+    if not close:
+        leaf = path.rsplit(".", 1)[-1]
+        same_leaf = [key for key in candidates if key.rsplit(".", 1)[-1] == leaf]
+        close = difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
+            path, candidates, n=1, cutoff=0.5
+        )
+    return close[0] if close else None
+
+
+# Reading files and overrides
+
+
+def _read_file(file: str, problems: list[str]) -> dict[str, Any]:
+    path = Path(file)
+    try:
+        if not path.is_file():
+            problems.append(f"config file {show(file)}: no such file; give a YAML file, or key=value for an override")
+            return {}
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, *UNPARSABLE) as error:
+        problems.append(f"config file {show(file)}: {_one_line(error)}")
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"config file {show(file)}: must hold keys and values, not a list")
+        return {}
+    return {str(name): value for name, value in content.items()}
+
+
+def _parse_override(text: str, problems: list[str]) -> tuple[str, Any] | None:
+    """`a.b=c`, with Hydra's `+a.b=c` and `++a.b=c` as the same thing."""
+    path, equals, value = text.partition("=")
+    path = path.strip()
+    if path.startswith("~"):
+        problems.append(f"{show(text)}: keys cannot be deleted; write {show(path[1:])}=null for no value")
+        return None
+    path = path.removeprefix("+").removeprefix("+")
+    if not equals or not KEY_PATTERN.fullmatch(path):
+        problems.append(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
+        return None
+    try:
+        text.encode()
+        return path, _parse_value(value, all_keys().get(path))
+    except UNPARSABLE as error:
+        problems.append(f"{path}={show(value)}: cannot be read as YAML ({_one_line(error)}); put text in quotes")
+        return None
+
+
+def _parse_value(text: str, key: Key | None) -> Any:
+    """YAML, except that a text key takes a bare word as written and `{a:1}` needs no space after the colon."""
+    stripped = text.strip()
+    if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
+        return stripped
+    if stripped[:1] in ("{", "["):
+        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text)
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves by dotted path. A mapping-valued key counts as one leaf per entry, so that files merge."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and (path in all_sections() or path not in all_keys()) and value:
+            yield from _flatten(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _flatten_override(parsed: tuple[str, Any] | None) -> Iterator[tuple[str, Any]]:
+    if parsed is None:
+        return
+    path, value = parsed
+    if isinstance(value, dict) and path in all_sections():
+        yield from _flatten(value, f"{path}.")
+    else:
+        yield path, value
+
+
+def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) -> None:
+    """Put one leaf into `leaves` if its key exists, else say which key was meant."""
+    if path in all_sections():
+        if value != {}:
+            examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
+            problems.append(f"{path}={show(value)}: is a group of keys; set one of them, such as {examples}")
+        return
+    owner = _owning_mapping(path)
+    if path in all_keys():
+        leaves[path] = value
+    elif owner is not None:
+        mapping = leaves.get(owner)
+        nested: Any = value
+        for part in reversed(path[len(owner) + 1 :].split(".")):
+            nested = {part: nested}
+        leaves[owner] = _merged(mapping if isinstance(mapping, dict) else {}, nested)
+    else:
+        problems.append(f"{path}={show(value)}: {why_unsupported(path) or _unknown(path)}")
+
+
+def _owning_mapping(path: str) -> str | None:
+    return next((key.path for key in all_keys().values() if key.is_mapping and path.startswith(f"{key.path}.")), None)
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for name, value in new.items():
+        before = merged.get(name)
+        merged[name] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _unknown(path: str) -> str:
+    meant = nearest_key(path)
+    return f"unknown key; did you mean {meant}?" if meant else "unknown key; `rolepool config` lists all keys"
+
+
+# Resolving and validating
+
+
+@lru_cache(maxsize=1)
+def _defaults() -> DictConfig:
+    return OmegaConf.create(default_tree())
+
+
+def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """Defaults with the user's leaves on top and all `${...}` replaced; and the keys whose reference failed."""
+    broken: set[str] = set()
+    merged = _with_leaves(leaves)
+    if merged is None:
+        broken = {path for path, value in leaves.items() if _with_leaves({path: value}) is None}
+        problems.extend(
+            f"{path}={show(leaves[path])}: the ${{...}} in it is not closed or not a key" for path in sorted(broken)
+        )
+        merged = _with_leaves({path: value for path, value in leaves.items() if path not in broken})
+        assert merged is not None
+    for path in [path for path in leaves if path not in broken and "${" in str(leaves[path])]:
+        try:
+            resolved = OmegaConf.select(merged, path, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(resolved):
+                OmegaConf.to_container(resolved, resolve=True)
+        except UNPARSABLE as error:
+            reason = "refers to itself" if isinstance(error, RecursionError) else _one_line(error)
+            problems.append(f"{path}={show(leaves[path])}: the reference cannot be resolved ({reason})")
+            broken.add(path)
+    if broken:
+        merged = _with_leaves({path: value for path, value in leaves.items() if path not in broken})
+        assert merged is not None
+    container = OmegaConf.to_container(merged, resolve=True)
+    assert isinstance(container, dict)
+    return {str(name): value for name, value in container.items()}, broken
+
+
+def _with_leaves(leaves: dict[str, Any]) -> DictConfig | None:
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    try:
+        merged = OmegaConf.merge(_defaults(), tree)
+    except UNPARSABLE:
+        return None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config | None:
+    """Check every key, then, with the wrong ones back at their defaults, every rule that does not touch those.
+
+    A key that follows a wrong one is wrong too, but the user did not write it: only the written one is reported.
+    """
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        items = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
+        wrong = {leaf for leaf, _ in items}
+        problems.extend(_sentence(item) for leaf, item in items if leaf in set_keys)
+        defaults = OmegaConf.to_container(_defaults(), resolve=True)
+        for path in wrong:
+            _copy_leaf(path, defaults, tree)
+        config = Config.model_validate(tree)
+        broken = broken | wrong
+    problems.extend(rule.message for rule in contradictions(config) if broken.isdisjoint(rule.keys))
+    return config
+
+
+def _leaf_of(location: tuple[int | str, ...]) -> str:
+    """The longest prefix of pydantic's location that is one of our keys."""
+    parts = [str(part) for part in location]
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        if path in all_keys():
+            return path
+    raise AssertionError(f"no key at {location}")
+
+
+def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        source, target = source[parent], target[parent]
+    target[leaf] = source[leaf]
+
+
+ALLOWED = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list, such as [1,2]",
+    "dict_type": "must be a mapping, such as {name: value}",
+    "model_type": "must be a list such as [2,2], or {per_node: [2,2], share: 0.5}",
+    "finite_number": "must be a finite number",
+    "extra_forbidden": "is not known here; a pool has per_node and share",
+    "missing": "is missing",
+    "string_pattern_mismatch": "must be letters, digits, _ and -, not starting with a digit",
+}
+
+
+def _sentence(item: Any) -> str:
+    """One pydantic error as key, value and what is allowed."""
+    location = [str(part) for part in item["loc"] if part != "[key]"]
+    kind, context = item["type"], item.get("ctx", {})
+    if kind in ALLOWED:
+        allowed = ALLOWED[kind]
+    elif kind == "literal_error":
+        allowed = f"must be one of {context['expected'].replace(chr(39), '').replace(' or ', ', ')}"
+    elif kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        word = {
+            "greater_than_equal": "at least",
+            "greater_than": "over",
+            "less_than_equal": "at most",
+            "less_than": "under",
+        }
+        (limit,) = context.values()
+        allowed = f"must be {word[kind]} {limit}"
+    elif kind in ("too_long", "too_short") and "betas" in location:
+        allowed = "must be a pair, such as [0.9,0.999]"
+    elif kind == "value_error":
+        allowed = str(context["error"])
+    else:
+        allowed = item["msg"][:1].lower() + item["msg"][1:]
+    key = all_keys().get(".".join(location))
+    if key is not None and key.type_text.endswith("or null"):
+        allowed += ", or null"
+    value = "" if kind == "missing" else f"={show(item['input'])}"
+    return f"{'.'.join(location)}{value}: {allowed}"
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if text.isprintable() else repr(text)
+
+
+def changed_keys(loaded: LoadedConfig) -> Sequence[str]:
+    """The keys the user set, in the order of the schema."""
+    return [path for path in all_keys() if path in loaded.set_keys]

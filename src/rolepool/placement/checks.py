@@ -1,0 +1,121 @@
+"""What must divide what: batch sizes, tensor parallelism and sharding against each role's own pool.
+
+Owns the counts. Memory is `memory`'s, and an estimate; what is found here is certain and stops a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rolepool.config import Config
+from rolepool.config.consistency import divisor_near
+from rolepool.config.model_keys import Actor, Critic
+from rolepool.placement.plan import Plan
+from rolepool.placement.roles import Role
+
+
+def data_parallel_size(config: Config, plan: Plan, role: Role) -> int:
+    """Number of parts that a role's batch is cut into: its pool's processes, or its groups of tensor-parallel ranks."""
+    world_size = plan.pool_of(role).world_size
+    if role is not Role.Rollout:
+        return world_size
+    return max(1, world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+
+
+def find_problems(config: Config, plan: Plan) -> list[str]:
+    """One line for each count that does not work out. Empty: the plan is fine."""
+    return [
+        *_tensor_parallel(config, plan),
+        *_sharding(config, plan),
+        *_batches(config, plan),
+        *_mini_batches(config, plan),
+        *_multi_process(config, plan),
+    ]
+
+
+def _tensor_parallel(config: Config, plan: Plan) -> Iterator[str]:
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    counts = sorted(set(plan.pool_of(Role.Rollout).counts_by_node.values()))
+    uneven = [count for count in counts if count % size]
+    if uneven:
+        fits = [divisor for divisor in range(1, min(counts) + 1) if all(count % divisor == 0 for count in counts)]
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: must divide the {uneven[0]} process"
+            f"{'es' if uneven[0] > 1 else ''} that {plan.roles[Role.Rollout]} has on a node; "
+            f"use {' or '.join(map(str, fits))}"
+        )
+
+
+def _sharding(config: Config, plan: Plan) -> Iterator[str]:
+    sizes = {
+        Role.Actor: (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            config.actor_rollout_ref.actor.fsdp_config.fsdp_size,
+        ),
+        Role.Critic: ("critic.model.fsdp_config.fsdp_size", config.critic.model.fsdp_config.fsdp_size),
+    }
+    for role, (key, size) in sizes.items():
+        if role in plan.roles and size != -1 and plan.pool_of(role).world_size % size:
+            yield (
+                f"{key}={size}: must divide the {plan.pool_of(role).world_size} processes of {plan.roles[role]}; "
+                "use -1 for all of them"
+            )
+
+
+def _batches(config: Config, plan: Plan) -> Iterator[str]:
+    """Every role cuts the batch of train_batch_size x n sequences over its own ranks."""
+    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    reported: set[int] = set()
+    for role in plan.roles:
+        parts = data_parallel_size(config, plan, role)
+        if (prompts * samples) % parts and parts not in reported:
+            reported.add(parts)
+            yield (
+                f"data.train_batch_size={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} equal "
+                f"parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts)}"
+            )
+
+
+def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
+    samples = config.actor_rollout_ref.rollout.n
+    sections: list[tuple[Role, str, Actor | Critic]] = [
+        (Role.Actor, "actor_rollout_ref.actor", config.actor_rollout_ref.actor),
+        (Role.Critic, "critic", config.critic),
+    ]
+    for role, section, keys in sections:
+        if role not in plan.roles:
+            continue
+        parts = data_parallel_size(config, plan, role)
+        prompts, micro = keys.ppo_mini_batch_size, keys.ppo_micro_batch_size_per_gpu
+        if (prompts * samples) % parts:
+            yield (
+                f"{section}.ppo_mini_batch_size={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} "
+                f"equal parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts)}"
+            )
+        elif micro is not None and (prompts * samples // parts) % micro:
+            per_gpu = prompts * samples // parts
+            yield (
+                f"{section}.ppo_micro_batch_size_per_gpu={micro}: must divide the {per_gpu} sequences per GPU of a "
+                f"mini-batch ({_sequences(prompts, samples)} over {parts} processes of {plan.roles[role]}); "
+                f"use {divisor_near(per_gpu, micro)}"
+            )
+
+
+def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
+    if config.placement.mps and all(pool.share == 1 for pool in plan.pools.values()):
+        yield (
+            "placement.mps=true: is for pools that share a GPU, and none does; leave it out, "
+            "or set a share (placement.split.share=0.5)"
+        )
+
+
+def _sequences(prompts: int, samples: int) -> str:
+    return f"{prompts} sequences" if samples == 1 else f"{prompts} prompts x {samples} samples"
+
+
+def _neighbours(prompts: int, samples: int, parts: int) -> str:
+    """The numbers of prompts next to the one given that work."""
+    step = parts // math.gcd(parts, samples)
+    below = prompts // step * step
+    return f"{below} or {below + step}" if below else str(below + step)

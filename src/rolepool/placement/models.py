@@ -1,0 +1,130 @@
+"""The shape of a model, read from its config.json: what memory estimates are computed from.
+
+Owns finding the file (a folder, or the local Hugging Face cache; nothing is ever downloaded) and counting parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolepool.errors import RolepoolError
+
+
+class ShapeUnknown(RolepoolError):
+    """The model's shape cannot be told; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer with gated MLPs, as Llama, Mistral, Qwen and DeepSeek-LLM are."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    attention_bias: bool
+    num_experts: int = 1
+    num_active_experts: int = 1
+
+    @property
+    def attention_params(self) -> int:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv if self.attention_bias else 0)
+
+    @property
+    def mlp_params(self) -> int:
+        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
+        return 3 * self.hidden_size * self.intermediate_size * self.num_experts + router
+
+    @property
+    def layer_params(self) -> int:
+        return self.attention_params + self.mlp_params + 2 * self.hidden_size
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def trunk_params(self) -> int:
+        """All but the output head."""
+        return self.num_layers * self.layer_params + self.embedding_params + self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """A language model's parameters."""
+        return self.trunk_params + (0 if self.tied_embeddings else self.embedding_params)
+
+    @property
+    def num_scalar_head_params(self) -> int:
+        """A value or reward model's parameters: the trunk and a head of one output."""
+        return self.trunk_params + self.hidden_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers, in 16 bits."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
+
+
+def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape of a model folder or of a hub id that lies in the local cache. Raises ShapeUnknown with the reason."""
+    if path is None:
+        raise ShapeUnknown("no model path is set")
+    file = _find_config(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ShapeUnknown(f"{file} is not a JSON object")
+        return _shape_of({**content, **(overrides or {})})
+    except (OSError, ValueError) as error:
+        raise ShapeUnknown(f"{file} cannot be read ({error})") from error
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ShapeUnknown(
+            f"{file} does not describe a Llama-like decoder ({error} is missing or of another type)"
+        ) from error
+
+
+def _find_config(path: str) -> Path:
+    folder = Path(path).expanduser()
+    try:
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        if folder.is_dir():
+            raise ShapeUnknown(f"{path} has no config.json")
+        cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+        snapshots = (cache / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
+        newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
+    except (OSError, ValueError) as error:
+        raise ShapeUnknown(f"{path} cannot be looked up ({error})") from error
+    if newest is None:
+        raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
+    return newest
+
+
+def _shape_of(content: dict[str, Any]) -> ModelShape:
+    experts = content.get("num_experts") or content.get("num_local_experts") or content.get("n_routed_experts") or 1
+    num_heads = int(content["num_attention_heads"])
+    intermediate = (
+        content["moe_intermediate_size"] if "moe_intermediate_size" in content else content["intermediate_size"]
+    )
+    return ModelShape(
+        hidden_size=int(content["hidden_size"]),
+        num_layers=int(content["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(content.get("num_key_value_heads") or num_heads),
+        head_dim=int(content.get("head_dim") or int(content["hidden_size"]) // num_heads),
+        intermediate_size=int(intermediate),
+        vocab_size=int(content["vocab_size"]),
+        tied_embeddings=bool(content.get("tie_word_embeddings", False)),
+        attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
+        num_experts=int(experts),
+        num_active_experts=int(content.get("num_experts_per_tok") or 1),
+    )

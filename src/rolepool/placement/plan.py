@@ -1,0 +1,107 @@
+"""The plan: config and inventory resolved into every role's pool and every pool's exact slots.
+
+Pure data, JSON in and out. Everybody who needs to know where something lives asks the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from rolepool.config import Config
+from rolepool.errors import PlacementError
+from rolepool.placement.overlap import overlapping_operations
+from rolepool.placement.pools import ResourcePoolManager
+from rolepool.placement.roles import Role
+from rolepool.placement.slots import Slot, place_pools
+from rolepool.placement.strategies import STRATEGIES, needed_roles
+
+
+class PlannedPool(BaseModel):
+    """A pool on its GPUs. The process of rank r holds `slots[r]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    per_node: tuple[int, ...]
+    share: float
+    slots: tuple[Slot, ...]
+    roles: tuple[Role, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def counts_by_node(self) -> dict[int, int]:
+        """Number of the pool's processes on each node that has one."""
+        counts: dict[int, int] = {}
+        for slot in self.slots:
+            counts[slot.node] = counts.get(slot.node, 0) + 1
+        return counts
+
+
+class Plan(BaseModel):
+    """Where every role lives."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpus_per_node: tuple[int, ...]
+    device: str
+    pools: dict[str, PlannedPool]
+    roles: dict[Role, str]
+    left_out: dict[Role, str]
+    overlaps: tuple[tuple[str, str], ...]
+
+    def pool_of(self, role: Role) -> PlannedPool:
+        """The pool a role lives in; `actor_rollout` where both parts live together."""
+        names = {self.roles.get(part) for part in Role(role).parts}
+        if len(names) != 1 or None in names:
+            raise PlacementError(
+                f"role {Role(role)} is not in one pool of this plan; placed are {', '.join(self.roles)}"
+            )
+        return self.pools[str(names.pop())]
+
+
+def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
+    """Resolve the config's placement on the nodes there are.
+
+    `gpus_per_node` is the inventory; None stands for exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
+    `take_all` divides the whole inventory instead of what those two keys ask for.
+    """
+    wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
+    manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
+    _, left_out = needed_roles(config)
+    return place(manager, inventory, device=config.trainer.device, left_out=left_out)
+
+
+def place(
+    manager: ResourcePoolManager,
+    gpus_per_node: Sequence[int],
+    *,
+    device: str = "auto",
+    left_out: dict[Role, str] | None = None,
+) -> Plan:
+    """Put pools and roles that are written out on the nodes there are."""
+    missing = [role for role in (Role.Actor, Role.Rollout) if role not in manager.roles]
+    if missing:
+        raise PlacementError(f"role {role} has no pool; every plan needs one" for role in missing)
+    slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
+    pools = {
+        name: PlannedPool(
+            per_node=pool.per_node,
+            share=pool.share,
+            slots=slots[name],
+            roles=tuple(role for role, home in manager.roles.items() if home == name),
+        )
+        for name, pool in manager.resource_pool_dict.items()
+    }
+    return Plan(
+        gpus_per_node=tuple(gpus_per_node),
+        device=device,
+        pools=pools,
+        roles=manager.roles,
+        left_out=left_out or {},
+        overlaps=overlapping_operations(manager.roles),
+    )

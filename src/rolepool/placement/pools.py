@@ -1,0 +1,93 @@
+"""Pools, and which roles live in them, before anybody has asked which GPUs there are.
+
+Owns `ResourcePool` and `ResourcePoolManager`. Does not know nodes or GPUs: `slots` finds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolepool.errors import PlacementError
+from rolepool.placement.roles import Role, single_roles
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A named list of processes per node, one GPU (or a `share` of one) each. 0 skips a node."""
+
+    name: str
+    per_node: tuple[int, ...]
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_node", tuple(self.per_node))
+        if any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in self.per_node):
+            raise PlacementError(
+                f"pool {self.name}: {list(self.per_node)} must be whole numbers from 0 on, one per node"
+            )
+        if not any(self.per_node):
+            raise PlacementError(f"pool {self.name}: {list(self.per_node)} must hold at least one process")
+        if not 0 < self.share <= 1:
+            raise PlacementError(f"pool {self.name}: share={self.share} must be over 0 and at most 1")
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return sum(self.per_node)
+
+    @property
+    def local_world_size_list(self) -> list[int]:
+        """For each process, the number of the pool's processes on its node."""
+        return [count for count in self.per_node for _ in range(count)]
+
+    @property
+    def local_rank_list(self) -> list[int]:
+        """For each process, its place among the pool's processes on its node."""
+        return [local_rank for count in self.per_node for local_rank in range(count)]
+
+
+@dataclass(frozen=True)
+class ResourcePoolManager:
+    """Pools by name and the pool of every role. A pool is `[processes per node]` or `{per_node: [..], share: 0.5}`."""
+
+    resource_pool_spec: Mapping[str, Sequence[int] | Mapping[str, Any]]
+    mapping: Mapping[Role, str]
+    resource_pool_dict: dict[str, ResourcePool] = field(init=False)
+    roles: dict[Role, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pools = {name: _pool_of(name, spec) for name, spec in self.resource_pool_spec.items()}
+        problems = [
+            f"placement.roles.{Role(role)}={pool}: no such pool; there are {', '.join(pools) or 'none'}"
+            for role, pool in self.mapping.items()
+            if pool not in pools
+        ]
+        if problems:
+            raise PlacementError(problems)
+        object.__setattr__(self, "resource_pool_dict", pools)
+        object.__setattr__(self, "roles", single_roles(self.mapping))
+
+    def create_resource_pool(self) -> None:
+        """Nothing to do: pools exist once the manager does. Kept for launch scripts that call it."""
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool of a role."""
+        names = {self.roles.get(part) for part in Role(role).parts}
+        if len(names) != 1 or None in names:
+            raise PlacementError(f"role {Role(role)} has no pool of its own; placed are {', '.join(self.roles)}")
+        return self.resource_pool_dict[str(names.pop())]
+
+    def get_n_gpus(self) -> int:
+        """Number of processes over all pools."""
+        return sum(pool.world_size for pool in self.resource_pool_dict.values())
+
+
+def _pool_of(name: str, spec: Sequence[int] | Mapping[str, Any]) -> ResourcePool:
+    if isinstance(spec, Mapping):
+        unknown = sorted(set(spec) - {"per_node", "share"})
+        if unknown or "per_node" not in spec:
+            raise PlacementError(f"pool {name}: {dict(spec)} must have per_node and may have share")
+        return ResourcePool(name, **spec)
+    return ResourcePool(name, tuple(spec))

@@ -1,0 +1,156 @@
+"""The strategies: from the config and the GPUs to divide, to pools and roles.
+
+Owns the three of them, one small function each. Nothing outside this module asks which one was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rolepool.config import Config
+from rolepool.errors import PlacementError
+from rolepool.placement.pools import ResourcePoolManager
+from rolepool.placement.roles import Role
+
+GpusPerNode = Sequence[int]
+
+GLOBAL_POOL = "global_pool"
+ACTOR_POOL = "actor_rollout_ref_pool"
+CRITIC_POOL = "critic_pool"
+
+
+def needed_roles(config: Config) -> tuple[dict[Role, None], dict[Role, str]]:
+    """The roles that the algorithm needs, in order, and for each other role why it is left out."""
+    needed = {Role.Actor: None, Role.Rollout: None}
+    left_out: dict[Role, str] = {}
+    optional = [
+        (Role.RefPolicy, config.uses_reference, "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"),
+        (Role.Critic, config.uses_critic, f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"),
+        (Role.RewardModel, config.reward_model.enable, "the reward is a rule (reward_model.enable=false)"),
+    ]
+    for role, is_needed, reason in optional:
+        if is_needed:
+            needed[role] = None
+        else:
+            left_out[role] = reason
+    return needed, left_out
+
+
+def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+    """One pool on all GPUs, all roles in it."""
+    needed, _ = needed_roles(config)
+    if not any(gpus_per_node):
+        raise PlacementError("Not enough GPUs: no node has one; set trainer.n_gpus_per_node")
+    return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(needed, GLOBAL_POOL))
+
+
+def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+    """Actor, rollout and reference in one pool; critic and reward model in another."""
+    needed, left_out = needed_roles(config)
+    if Role.Critic not in needed and Role.RewardModel not in needed:
+        raise PlacementError(
+            f"placement.strategy=split: nothing would live in {CRITIC_POOL}, for {left_out[Role.Critic]} and "
+            f"{left_out[Role.RewardModel]}; use placement.strategy=standard"
+        )
+    share = config.placement.split.share
+    if share is not None:
+        per_pool = [{"per_node": gpus_per_node, "share": share}] * 2
+    else:
+        per_pool = [{"per_node": part} for part in _divide(config, gpus_per_node)]
+    pool_of = {Role.Critic: CRITIC_POOL, Role.RewardModel: CRITIC_POOL}
+    return ResourcePoolManager(
+        dict(zip((ACTOR_POOL, CRITIC_POOL), per_pool, strict=True)),
+        {role: pool_of.get(role, ACTOR_POOL) for role in needed},
+    )
+
+
+def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+    """Pools and roles as the user wrote them. Roles that the algorithm does not need are left out."""
+    placement = config.placement
+    needed, left_out = needed_roles(config)
+    written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
+    if not placement.pools:
+        raise PlacementError(
+            "placement.pools={}: placement.strategy=custom needs pools, such as placement.pools.big=[4]"
+        )
+    specs = {name: {"per_node": pool.per_node, "share": pool.share} for name, pool in placement.pools.items()}
+    everything = ResourcePoolManager(specs, written)
+    problems = [
+        f"placement.roles.{role}=null: the role has no pool; set it to one of {', '.join(specs)}"
+        for role in needed
+        if role not in everything.roles
+    ]
+    lived_in = {pool for role, pool in everything.roles.items() if role in needed}
+    for name in specs:
+        unused = [f"{role} ({left_out[role]})" for role, pool in everything.roles.items() if pool == name]
+        if name not in lived_in:
+            why = f"its roles are left out: {', '.join(unused)}" if unused else "no role lives in it"
+            problems.append(
+                f"placement.pools.{name}={list(placement.pools[name].per_node)}: {why}; give it a role or remove it"
+            )
+    if problems:
+        raise PlacementError(problems)
+    return ResourcePoolManager(specs, {role: pool for role, pool in everything.roles.items() if role in needed})
+
+
+STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
+    "standard": standard,
+    "split": split,
+    "custom": custom,
+}
+
+
+def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
+    """The actor's and the critic's GPUs per node."""
+    wish = config.placement.split
+    axis = wish.axis
+    with_gpus = [num_gpus for num_gpus in gpus_per_node if num_gpus]
+    if axis == "auto" and wish.actor_gpus_per_node is not None:
+        axis = "gpu"
+    elif axis == "auto" and wish.actor_nodes is not None:
+        axis = "node"
+    elif axis == "auto":
+        axis = "gpu" if with_gpus and min(with_gpus) >= 2 else "node"
+    if sum(with_gpus) < 2:
+        raise PlacementError(
+            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(with_gpus)}; "
+            "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
+        )
+    if axis == "gpu":
+        return _divide_inside_nodes(wish.actor_gpus_per_node, gpus_per_node)
+    return _divide_whole_nodes(wish.actor_nodes, gpus_per_node)
+
+
+def _divide_inside_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
+    smallest = min(num_gpus for num_gpus in gpus_per_node if num_gpus)
+    if wanted is not None and wanted >= smallest:
+        raise PlacementError(
+            f"placement.split.actor_gpus_per_node={wanted}: leaves the critic none of a node's {smallest}; "
+            + (f"use 1 to {smallest - 1}" if smallest > 1 else "use placement.split.axis=node")
+        )
+    actor = [(num_gpus + 1) // 2 if wanted is None else min(wanted, num_gpus) for num_gpus in gpus_per_node]
+    critic = [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]
+    if not any(critic):
+        raise PlacementError(
+            "placement.split.axis=gpu: every node has a single GPU, so there is none left for the critic; "
+            "use placement.split.axis=node"
+        )
+    return actor, critic
+
+
+def _divide_whole_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
+    nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
+    if len(nodes) < 2:
+        raise PlacementError(
+            f"placement.split.axis=node: there is {len(nodes)} node with GPUs, and two pools need two; "
+            "use placement.split.axis=gpu"
+        )
+    if wanted is not None and wanted >= len(nodes):
+        raise PlacementError(
+            f"placement.split.actor_nodes={wanted}: leaves the critic none of {len(nodes)} nodes; "
+            f"use 1 to {len(nodes) - 1}"
+        )
+    actor_nodes = set(nodes[: wanted if wanted is not None else (len(nodes) + 1) // 2])
+    actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
+    critic = [0 if node in actor_nodes else num_gpus for node, num_gpus in enumerate(gpus_per_node)]
+    return actor, critic
