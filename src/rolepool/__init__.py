@@ -6,15 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolepool.cluster import Cluster, WorkerGroup
     from rolepool.placement import ResourcePool, ResourcePoolManager, Role
+    from rolepool.protocol import DataProto, DataProtoFuture, Dispatch, Execute, Worker, register
 
 __version__ = "0.1.0"
-__all__ = ["ResourcePool", "ResourcePoolManager", "Role", "__version__"]
+__all__ = [
+    "Cluster",
+    "DataProto",
+    "DataProtoFuture",
+    "Dispatch",
+    "Execute",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerGroup",
+    "__version__",
+    "register",
+]
 
 _HOME = {
-    "Role": "rolepool.placement",
-    "ResourcePool": "rolepool.placement",
-    "ResourcePoolManager": "rolepool.placement",
+    **dict.fromkeys(("Role", "ResourcePool", "ResourcePoolManager"), "rolepool.placement"),
+    **dict.fromkeys(("DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "register"), "rolepool.protocol"),
+    **dict.fromkeys(("Cluster", "WorkerGroup"), "rolepool.cluster"),
 }
 
 

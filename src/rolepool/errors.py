@@ -28,7 +28,22 @@ class PlacementError(RolepoolError):
 
 
 class WorkerError(RolepoolError):
-    """A worker process failed or died."""
+    """A worker process failed or died. Says which: pool, role, rank, node, pid and the method that was called."""
+
+    def __init__(
+        self,
+        problems: str | Iterable[str],
+        *,
+        pool: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        pid: int | None = None,
+        method: str | None = None,
+    ) -> None:
+        super().__init__(problems)
+        self.pool, self.role, self.rank = pool, role, rank
+        self.node, self.pid, self.method = node, pid, method
 
 
 class DataError(RolepoolError, ValueError):

@@ -1,0 +1,6 @@
+"""Pools of real processes on Ray. The only folder that imports ray."""
+
+from rolepool.cluster.cluster import Cluster
+from rolepool.cluster.group import RoleProxy, WorkerGroup
+
+__all__ = ["Cluster", "RoleProxy", "WorkerGroup"]

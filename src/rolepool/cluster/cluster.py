@@ -1,0 +1,111 @@
+"""The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
+
+Owns connecting to Ray (a local one of our own, or a running one that the user names) and leaving nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import ray
+
+from rolepool.cluster.group import RoleProxy, WorkerGroup
+from rolepool.cluster.launch import launch
+from rolepool.cluster.nodes import live_nodes
+from rolepool.errors import PlacementError
+from rolepool.placement import Plan
+
+WORKER_ENVIRONMENT = {
+    # With the default, threads of several processes spin against each other on few cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+class Cluster:
+    """Everything a plan needs, running. A context manager: leaving it ends every process and a Ray of our own."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        timeout_s: float = 60.0,
+        run_seed: int = 1,
+    ) -> None:
+        self.plan = plan
+        num_processes = sum(pool.world_size for pool in plan.pools.values())
+        self._disconnect = connect(address, num_cpus or num_processes + 1, plan.device)
+        try:
+            self._launched = launch(plan, live_nodes(), timeout_s=timeout_s, run_seed=run_seed)
+        except BaseException:
+            self._disconnect()
+            raise
+        self.groups = {
+            name: WorkerGroup(name, processes, self._all_groups) for name, processes in self._launched.processes.items()
+        }
+
+    def _all_groups(self) -> Iterator[WorkerGroup]:
+        yield from self.groups.values()
+
+    def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
+        """A role, in whichever pool the plan has it."""
+        for group in self.groups.values():
+            if role in group.roles:
+                return group.role(role, blocking)
+        raise PlacementError(f"role {role} is not in any pool; there are {', '.join(self.groups)}")
+
+    def close(self) -> None:
+        """End every process, give the resources back, and leave Ray."""
+        try:
+            self._launched.close()
+        finally:
+            self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
+    """Join the Ray at `address`, or start a local one; returns what undoes it. A Ray that this process is already
+    connected to is used and left as it is."""
+    if ray.is_initialized():
+        return _leave_it
+    environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
+    if address is not None:
+        try:
+            ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PlacementError(
+                f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({_first_line(error)}); "
+                "start one with `ray start --head`, or leave the key out for a local one"
+            ) from None
+        return ray.shutdown
+    # "local" never joins another Ray that happens to run on this machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=0 if device == "cpu" else None,
+        include_dashboard=False,
+        runtime_env=environment,
+        logging_level=logging.WARNING,
+    )
+    return ray.shutdown
+
+
+def _leave_it() -> None:
+    """The connection is not ours to end."""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,306 @@
+"""Worker groups: the processes of a pool, their roles, and calls on them.
+
+Owns handing a call's arguments to ranks and its results to futures. One group per pool; roles of a pool are proxies
+on the same processes, and its calls run in the order they were made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+
+from rolepool.cluster.arguments import ArgumentList, cut_batch, whole
+from rolepool.cluster.calls import Call, fetch_columns
+from rolepool.cluster.failure import Death, cause_of, find_deaths, reason_of
+from rolepool.cluster.launch import Process
+from rolepool.errors import DataError, WorkerError
+from rolepool.metrics import Span
+from rolepool.protocol.dispatch import Dispatch, Execute, MethodSpec, registered_methods
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, collect_first, collect_list
+from rolepool.protocol.remote import Column, Producer, Reply
+from rolepool.protocol.worker import Worker
+
+POLL_S = 0.2
+GRACE_S = 3.0
+"""For the other ranks of a failed call to end as well; those that do not are taken to hang, and the pool is ended."""
+CALL_TIMEOUT_S = 24 * 3600.0
+
+
+class WorkerGroup:
+    """The processes of a pool. Made by `Cluster`."""
+
+    def __init__(self, name: str, processes: Sequence[Process], everybody: Callable[[], Iterable[WorkerGroup]]) -> None:
+        self.name = name
+        self.processes = list(processes)
+        self._everybody = everybody
+        self._roles: dict[str, RoleProxy] = {}
+        self._broken: WorkerError | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.processes)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self._roles)
+
+    def add_role(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        tensor_parallel: int = 1,
+        blocking: bool = True,
+        **kwargs: Any,
+    ) -> RoleProxy:
+        """Make a role on every process of the pool. It sees the pool as (dp, tp) with tp ranks side by side.
+
+        Not blocking: returns at once, and `proxy.ready.get()` waits; calls may be made before.
+        """
+        if role in self._roles:
+            raise WorkerError(f"{self.name} has a role {role} already")
+        if tensor_parallel < 1 or self.world_size % tensor_parallel:
+            raise WorkerError(f"{self.name} has {self.world_size} processes, which {tensor_parallel} does not divide")
+        self.raise_if_broken()
+        queued_s = time.time()
+        refs = [
+            process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+            for process in self.processes
+        ]
+        ready = CallFuture(PendingCall(self, role, "__init__", refs, refs), _nothing)
+        self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
+        if blocking:
+            ready.get()
+        return self._roles[role]
+
+    def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
+        """A role's methods. `blocking` overrides what the methods say, for all calls through this proxy."""
+        if role not in self._roles:
+            raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self._roles) or 'none'}")
+        return self._roles[role].with_blocking(blocking)
+
+    # Failure
+
+    def raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def break_with(self, error: WorkerError) -> None:
+        """From now on every call, pending or new, raises this error. Ends the processes: those that live may hang."""
+        if self._broken is None:
+            self._broken = error
+            for process in self.processes:
+                ray.kill(process.actor)
+
+    def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
+        """The error that a failed call raises: of all that went wrong, the death or exception that began it."""
+        self.raise_if_broken()
+        cause = cause_of(error)
+        groups = {group.name: group for group in self._everybody() if group._broken is None}
+        if isinstance(cause, ActorDiedError | ActorUnavailableError):
+            deaths = [
+                Death(group.name, process, reason_of(cause))
+                for group in groups.values()
+                for process in group.processes
+                if process.actor_id == cause.actor_id
+            ]
+        else:
+            deaths = find_deaths((group.name, process) for group in groups.values() for process in group.processes)
+        for death in deaths:
+            groups[death.pool].break_with(death.as_error(call.role, call.method))
+        self.raise_if_broken()
+        if deaths:
+            return deaths[0].as_error(call.role, call.method)
+        named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
+        if not call.others_end_within(GRACE_S):
+            self.break_with(named)
+        return named
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self._roles) or 'none'}>"
+
+
+class RoleProxy:
+    """The registered methods of a role, as methods of this object. Every one takes `blocking=` beside its own."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        worker_class: type[Worker],
+        tp_size: int,
+        ready: CallFuture,
+        blocking: bool | None = None,
+    ) -> None:
+        self.group = group
+        self.role_name = role
+        self.worker_class = worker_class
+        self.tp_size = tp_size
+        self.ready = ready
+        self._blocking = blocking
+        self._specs = registered_methods(worker_class)
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    def with_blocking(self, blocking: bool | None) -> RoleProxy:
+        """The same role with another default of `blocking`; None leaves it to the methods."""
+        return RoleProxy(self.group, self.role_name, self.worker_class, self.tp_size, self.ready, blocking)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        specs = self.__dict__.get("_specs", {})
+        if name not in specs:
+            known = ", ".join(sorted(specs)) or "none"
+            raise AttributeError(f"{self.worker_class.__name__} has no registered method {name}; it has {known}")
+        spec = specs[name]
+
+        def call(*args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
+            future = self._submit(name, spec, args, kwargs)
+            chosen = next(choice for choice in (blocking, self._blocking, spec.blocking) if choice is not None)
+            return future.get() if chosen else future
+
+        return call
+
+    def _submit(self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+        self.group.raise_if_broken()
+        if spec.dispatch_fn is not None:
+            args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
+        only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
+        processes = self.group.processes[:1] if only_zero else self.group.processes
+        per_dp_group = spec.dispatch in PER_DP_GROUP
+        arguments = self._arguments(name, spec, args, kwargs, len(processes))
+        queued_s = time.time()
+        calls = {
+            id(argument): Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group)
+            for argument in arguments
+        }
+        refs = [
+            process.actor.run.remote(calls[id(argument)], *argument.objects)
+            for process, argument in zip(processes, arguments, strict=True)
+        ]
+        answering = refs[:: self.tp_size] if per_dp_group else refs
+        pending = PendingCall(self.group, self.role_name, name, refs, answering)
+        if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
+            return DataProtoFuture(pending)
+        return CallFuture(pending, self._collector(spec, only_zero))
+
+    def _arguments(
+        self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
+    ) -> list[ArgumentList]:
+        """What each rank that runs gets. Ranks that get the same share one list."""
+        if spec.dispatch in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC):
+            num_parts = 1 if num_ranks == 1 else self.dp_size
+            lists = [ArgumentList() for _ in range(num_parts)]
+            for part in _by_value(args, kwargs):
+                cut_batch(part, lists, spec.reads)
+        elif spec.dispatch in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE) and (args or kwargs):
+            num_parts = self.dp_size if spec.dispatch is Dispatch.DP_COMPUTE else num_ranks
+            lists = [ArgumentList() for _ in range(num_parts)]
+            for key, value in _by_value(args, kwargs):
+                if not isinstance(value, list | tuple) or len(value) != num_parts:
+                    size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+                    raise DataError(
+                        f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
+                        f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
+                    )
+                for entry, arguments in zip(value, lists, strict=True):
+                    whole((key, entry), [arguments], spec.reads)
+        else:
+            lists = [ArgumentList()]
+            for part in _by_value(args, kwargs):
+                whole(part, lists, spec.reads)
+        copies = num_ranks // len(lists)
+        return [arguments for arguments in lists for _ in range(copies)]
+
+    def _collector(self, spec: MethodSpec, only_zero: bool) -> Callable[[list[Any]], Any]:
+        if spec.collect_fn is not None:
+            collect = spec.collect_fn
+            return lambda results: collect(self, results)
+        return collect_first if only_zero else collect_list
+
+    def __repr__(self) -> str:
+        return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
+
+
+PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+
+
+class PendingCall:
+    """A call under way: a reference to each rank's reply."""
+
+    def __init__(self, group: WorkerGroup, role: str, method: str, refs: list[Any], answering: list[Any]) -> None:
+        self.group = group
+        self.role = role
+        self.method = method
+        self._refs = refs
+        self.refs = answering
+        self._replies: dict[Any, Reply] | None = None
+        self._error: WorkerError | None = None
+
+    @property
+    def what(self) -> str:
+        return f"{self.role}.{self.method} on {self.group.name}"
+
+    def replies(self, timeout_s: float | None) -> list[Reply]:
+        everything = self._wait(timeout_s)
+        return [everything[ref] for ref in self.refs]
+
+    def spans(self, timeout_s: float | None) -> list[Span]:
+        return [reply.span for reply in self._wait(timeout_s).values()]
+
+    def is_done(self) -> bool:
+        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+        return len(ready) == len(self._refs)
+
+    def others_end_within(self, timeout_s: float) -> bool:
+        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout_s)
+        return len(ready) == len(self._refs)
+
+    def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
+        return fetch_columns(columns)
+
+    def _wait(self, timeout_s: float | None) -> dict[Any, Reply]:
+        """Every rank's reply. An error of one rank is raised at once, though another may never answer."""
+        if self._error is not None:
+            raise self._error
+        deadline = time.monotonic() + (CALL_TIMEOUT_S if timeout_s is None else timeout_s)
+        while self._replies is None:
+            try:
+                replies = ray.get(self._refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+                self._replies = dict(zip(self._refs, replies, strict=True))
+            except GetTimeoutError:
+                self._raise_early_errors()
+                self.group.raise_if_broken()
+                if time.monotonic() >= deadline:
+                    raise WorkerError(f"{self.what} has not ended after {timeout_s or CALL_TIMEOUT_S:g} s") from None
+            except RayError as error:
+                self._fail(error)
+        return self._replies
+
+    def _raise_early_errors(self) -> None:
+        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+        try:
+            ray.get(ready)
+        except RayError as error:
+            self._fail(error)
+
+    def _fail(self, error: RayError) -> None:
+        self._error = self.group.diagnose(error, self)
+        raise self._error from None
+
+
+def _by_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _nothing(results: list[Any]) -> None:
+    return None

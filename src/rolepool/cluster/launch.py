@@ -1,0 +1,255 @@
+"""From a plan to running processes: one on every slot, each on exactly the GPU that the plan says.
+
+Owns the placement group and start-up. One bundle per GPU, pinned to its node, with all processes that share the GPU
+inside: Ray puts fractions of a GPU on exact GPUs only inside whole-GPU bundles.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rolepool.cluster.nodes import Node, free_slots, holders, slot_device
+from rolepool.cluster.process import Assignment, Whereabouts, WorkerProcess
+from rolepool.errors import PlacementError, WorkerError
+from rolepool.placement import Plan
+from rolepool.placement.slots import Slot
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+"""For a process to start and import what it needs, after its resources are there."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running worker process and the rank it has."""
+
+    actor: Any
+    rank: int
+    slot: Slot
+    address: str
+    pid: int
+
+    @property
+    def actor_id(self) -> str:
+        return str(self.actor._actor_id.hex())
+
+
+@dataclass(frozen=True)
+class Launched:
+    """All processes of a plan, by pool, and the resources they stand on."""
+
+    processes: dict[str, list[Process]]
+    resources: PlacementGroup
+
+    def close(self) -> None:
+        """End every process and give the resources back."""
+        for processes in self.processes.values():
+            for process in processes:
+                ray.kill(process.actor)
+        remove_placement_group(self.resources)
+
+
+def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int) -> Launched:
+    """Start the plan's processes, all pools side by side. Raises PlacementError or WorkerError; every wait ends."""
+    device = slot_device(plan.device, nodes)
+    _check_it_can_ever_fit(plan, nodes, device)
+    slots = sorted({slot for pool in plan.pools.values() for slot in pool.slots})
+    group = _reserve(plan, slots, nodes, device, timeout_s)
+    started: dict[str, list[Any]] = {}
+    try:
+        started = {
+            name: [_start(group, slots.index(slot), pool.share, device) for slot in pool.slots]
+            for name, pool in plan.pools.items()
+        }
+        found = _await_start(started)
+        processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
+        _form_pools(plan, processes, "cpu" if device == "cpu" else plan.device, run_seed)
+    except BaseException:
+        for actors in started.values():
+            for actor in actors:
+                ray.kill(actor)
+        remove_placement_group(group)
+        raise
+    return Launched(processes, group)
+
+
+# Resources
+
+
+def _processes_on(plan: Plan) -> dict[Slot, list[str]]:
+    """The pools that have a process on each slot."""
+    pools_on: dict[Slot, list[str]] = {}
+    for name, pool in plan.pools.items():
+        for slot in pool.slots:
+            pools_on.setdefault(slot, []).append(name)
+    return pools_on
+
+
+def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> None:
+    """What the cluster lacks however long one waits, per pool and node."""
+    problems = []
+    word = "CPUs" if device == "cpu" else "GPUs"
+    for name, pool in plan.pools.items():
+        for index, count in pool.counts_by_node.items():
+            if index >= len(nodes):
+                problems.append(
+                    f"Not enough nodes: {name} needs {count} {word} on node {index}, and the cluster has {len(nodes)} "
+                    f"node{'s' if len(nodes) > 1 else ''}; add nodes (ray start), or lower trainer.nnodes"
+                )
+                continue
+            highest = max(slot.gpu for slot in pool.slots if slot.node == index)
+            has = nodes[index].slots(device)
+            if highest >= has:
+                problems.append(
+                    f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
+                    f"{highest}, and the node has {has}; lower trainer.n_gpus_per_node, or add {word}"
+                )
+    pools_on = _processes_on(plan)
+    for index, node in enumerate(nodes):
+        num_processes = sum(len(pools) for slot, pools in pools_on.items() if slot.node == index)
+        if num_processes > node.num_cpus and device != "cpu":
+            problems.append(
+                f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
+                f"has {node.num_cpus} there; raise ray_kwargs.ray_init.num_cpus, or start that node with more"
+            )
+    if problems:
+        raise PlacementError(problems)
+
+
+def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: str, timeout_s: float) -> PlacementGroup:
+    pools_on = _processes_on(plan)
+    bundles = [
+        {"CPU": float(len(pools_on[slot]))} if device == "cpu" else {"GPU": 1.0, "CPU": float(len(pools_on[slot]))}
+        for slot in slots
+    ]
+    pinned = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=pinned, name="rolepool")
+    if not group.wait(timeout_s):
+        problems = list(_missing(plan, nodes, device, timeout_s))
+        remove_placement_group(group)
+        raise PlacementError(problems)
+    return group
+
+
+def _missing(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) -> Iterator[str]:
+    """Per pool and node what is needed, what is there and who holds the rest."""
+    word = "CPUs" if device == "cpu" else "GPUs"
+    for name, pool in plan.pools.items():
+        for index, count in pool.counts_by_node.items():
+            node = nodes[index]
+            others = ", ".join(sorted(set(holders(node)))) or "nobody that Ray names"
+            yield (
+                f"Not enough {word} within placement.timeout_s={timeout_s:g}: {name} needs {count * pool.share:g} on "
+                f"node {index} ({node.address}), {free_slots(node, device):g} of {node.slots(device)} are free; "
+                f"on the node: {others}; wait for it, or use fewer {word}"
+            )
+
+
+# Processes
+
+
+def _start(group: PlacementGroup, bundle: int, share: float, device: str) -> Any:
+    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
+    return actor_class.options(
+        num_cpus=1,
+        num_gpus=0 if device == "cpu" else share,
+        max_restarts=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+    ).remote()
+
+
+def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
+    """Every process's word that it is there, with progress on the way."""
+    asked = {actor.whereabouts.remote(): name for name, actors in started.items() for actor in actors}
+    waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            pools = ", ".join(sorted({asked[ref] for ref in waiting}))
+            raise WorkerError(f"{len(waiting)} processes of {pools} did not start within {START_TIMEOUT_S:.0f} s")
+        logger.info("started %d of %d worker processes", len(asked) - len(waiting), len(asked))
+        try:
+            ray.get(ready)
+        except RayError as error:
+            raise WorkerError(f"a process of {asked[ready[0]]} did not start: {error}", pool=asked[ready[0]]) from None
+    refs = iter(asked)
+    return {name: [ray.get(next(refs)) for _ in actors] for name, actors in started.items()}
+
+
+def _match(
+    name: str, plan: Plan, actors: list[Any], found: list[Whereabouts], nodes: Sequence[Node], device: str
+) -> list[Process]:
+    """The pool's processes in rank order, each on the slot it really holds. Fails when those are not the plan's."""
+    slots = plan.pools[name].slots
+    if device == "cpu":
+        held = dict(zip(slots, zip(actors, found, strict=True), strict=True))
+    else:
+        index_of = {node.node_id: index for index, node in enumerate(nodes)}
+        held = {
+            Slot(index_of[place.node_id], place.gpus[0]): (actor, place)
+            for actor, place in zip(actors, found, strict=True)
+        }
+    missing = [slot for slot in slots if slot not in held]
+    if missing:
+        slot, given = missing[0], sorted(set(held) - set(slots))
+        others = ", ".join(sorted(set(holders(nodes[slot.node])))) or "nobody that Ray names"
+        raise PlacementError(
+            f"{name} rank {slots.index(slot)} is planned on node {slot.node} GPU {slot.gpu}, and Ray gave "
+            f"{' and '.join(f'node {node} GPU {gpu}' for node, gpu in given)}: GPU {slot.gpu} is held by another job; "
+            f"on the node: {others}; wait for it, or plan around it with fewer GPUs"
+        )
+    return [
+        Process(held[slot][0], rank, slot, held[slot][1].address, held[slot][1].pid) for rank, slot in enumerate(slots)
+    ]
+
+
+def _form_pools(plan: Plan, processes: dict[str, list[Process]], device: str, run_seed: int) -> None:
+    """Give every process its rank, and let those of a pool meet in one process group; all pools side by side."""
+    masters = {}
+    for name, members in processes.items():
+        counts = plan.pools[name].counts_by_node
+        seen: dict[int, int] = {}
+        for process in members:
+            local_rank = seen.get(process.slot.node, 0)
+            seen[process.slot.node] = local_rank + 1
+            assignment = Assignment(
+                pool=name,
+                rank=process.rank,
+                world_size=len(members),
+                local_rank=local_rank,
+                local_world_size=counts[process.slot.node],
+                device=device,
+                run_seed=run_seed,
+            )
+            answer = process.actor.take_rank.remote(assignment)
+            if process.rank == 0:
+                masters[name] = answer
+    joined = {
+        process.actor.join_pool.remote(masters[name], START_TIMEOUT_S): (name, process)
+        for name, members in processes.items()
+        for process in members
+    }
+    waiting, deadline = list(joined), time.monotonic() + START_TIMEOUT_S
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        late = [joined[ref] for ref in (ready or waiting)]
+        name, process = late[0]
+        who = f"{name} rank {process.rank} (node {process.address}, pid {process.pid})"
+        if not ready:
+            raise WorkerError(
+                f"{who} did not meet the other ranks of its pool within {START_TIMEOUT_S:.0f} s", pool=name
+            )
+        try:
+            ray.get(ready)
+        except RayError as error:
+            raise WorkerError(f"{who} could not meet the other ranks of its pool: {error}", pool=name) from None

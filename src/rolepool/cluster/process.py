@@ -1,0 +1,278 @@
+"""The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
+
+Owns the process: its rank, devices, process group, seeds and log prefix; and running one call after another. Roles
+are handed to it as classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rolepool.cluster.calls import Call, resolve, without_padding
+from rolepool.errors import WorkerError
+from rolepool.metrics import Span
+from rolepool.protocol.data import DataProto
+from rolepool.protocol.remote import Producer, Reply, leave_here
+from rolepool.protocol.rows import Share
+from rolepool.protocol.worker import Worker, WorkerContext, made_in
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+class Whereabouts(NamedTuple):
+    """What a process says of itself before it has a rank."""
+
+    node_id: str
+    address: str
+    gpus: tuple[int, ...]
+    pid: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rank a process takes in its pool."""
+
+    pool: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: str
+    run_seed: int
+
+    def context(self, role: str, tp_size: int) -> WorkerContext:
+        return WorkerContext(
+            pool=self.pool,
+            role=role,
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+            tp_size=tp_size,
+            device=self.device,
+            run_seed=self.run_seed,
+        )
+
+
+class WorkerProcess:
+    """Made by `launch` on one slot. Calls run one at a time, in the order they were made."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, Worker] = {}
+        self._random_states: dict[str, _RandomState] = {}
+        self._failed_roles: dict[str, WorkerError] = {}
+        self._loop = asyncio.new_event_loop()
+        self._store: TCPStore | None = None
+        self._address = ray.util.get_node_ip_address()
+
+    def whereabouts(self) -> Whereabouts:
+        gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
+        return Whereabouts(ray.get_runtime_context().get_node_id(), self._address, gpus, os.getpid())
+
+    @ray.method(concurrency_group="health")
+    def ping(self) -> float:
+        """Answers while a call runs; a process that died does not."""
+        return time.time()
+
+    # Start
+
+    def take_rank(self, assignment: Assignment) -> tuple[str, int] | None:
+        """Become a rank. Rank 0 answers with the address at which the others meet it."""
+        _prefix_output(f"[{assignment.pool}/{assignment.rank}] ")
+        self._assignment = assignment = replace(assignment, device=_device_for(assignment.device))
+        if assignment.device == "cpu":
+            torch.set_num_threads(1)
+        os.environ.update(
+            RANK=str(assignment.rank),
+            WORLD_SIZE=str(assignment.world_size),
+            LOCAL_RANK=str(assignment.local_rank),
+            LOCAL_WORLD_SIZE=str(assignment.local_world_size),
+        )
+        if assignment.rank:
+            return None
+        # Port 0 lets the system choose a free one, and the store holds it from then on.
+        self._store = TCPStore(self._address, 0, assignment.world_size, is_master=True, wait_for_workers=False)
+        return self._address, self._store.port
+
+    def join_pool(self, master: tuple[str, int], timeout_s: float) -> None:
+        """Meet the pool's other ranks in one process group."""
+        address, port = master
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        on_gpu = self._assignment.device != "cpu"
+        store = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        if on_gpu:
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=self._assignment.rank,
+            world_size=self._assignment.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+
+    def add_role(
+        self, name: str, worker_class: type[Worker], tp_size: int, args: Any, kwargs: Any, queued_s: float
+    ) -> Reply:
+        """Make a role. Its weights come from the role's seed alone, so they do not depend on rank or pool."""
+        start_s = time.time()
+        context = self._assignment.context(name, tp_size)
+        self._random_states[name] = _RandomState(context.init_seed)
+        try:
+            with self._as_role(name, "__init__"), made_in(context):
+                self._roles[name] = worker_class(*args, **kwargs)
+        except WorkerError as error:
+            self._failed_roles[name] = error
+            raise
+        self._random_states[name] = _RandomState(context.seed)
+        return Reply(self._span(name, "__init__", queued_s, start_s), self._producer(name, "__init__"))
+
+    # Work
+
+    def run(self, call: Call, *objects: Any) -> Reply:
+        """Run a method of a role and answer with its span and its result, whose data stays here."""
+        start_s = time.time()
+        producer = self._producer(call.role, call.method)
+        with self._as_role(call.role, call.method):
+            worker = self._role(call.role)
+            result, share = self._invoke(worker, call, objects)
+            is_answer = worker.context.is_collected or not call.one_answer_per_dp_group
+            result = without_padding(result, share) if is_answer else None
+            batch = leave_here(result, producer, ray.put) if isinstance(result, DataProto) else None
+        span = self._span(call.role, call.method, call.queued_s, start_s)
+        return Reply(span, producer, None if batch is not None else result, batch)
+
+    def _invoke(self, worker: Worker, call: Call, objects: tuple[Any, ...]) -> tuple[Any, Share | None]:
+        args = [resolve(argument, objects) for argument in call.args]
+        kwargs = {name: resolve(argument, objects) for name, argument in call.kwargs.items()}
+        shares = [share for _, share in (*args, *kwargs.values()) if share is not None]
+        method = getattr(worker, call.method)
+        result = method(*(value for value, _ in args), **{name: value for name, (value, _) in kwargs.items()})
+        if inspect.iscoroutine(result):
+            result = self._loop.run_until_complete(result)
+        return result, shares[0] if shares else None
+
+    def _role(self, name: str) -> Worker:
+        if name in self._failed_roles:
+            raise self._failed_roles[name]
+        return self._roles[name]
+
+    @contextmanager
+    def _as_role(self, role: str, method: str) -> Iterator[None]:
+        """The role's own random state, and errors that say who they happened to."""
+        state = self._random_states[role]
+        state.enter()
+        try:
+            yield
+        except WorkerError:
+            raise
+        except Exception as error:
+            raise self._named(error, role, method) from None
+        finally:
+            state.leave()
+
+    def _named(self, error: Exception, role: str, method: str) -> WorkerError:
+        producer = self._producer(role, method)
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return WorkerError(
+            [f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()],
+            pool=producer.pool,
+            role=producer.role,
+            rank=producer.rank,
+            node=producer.node,
+            pid=producer.pid,
+            method=producer.method,
+        )
+
+    def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
+        return Span(self._assignment.pool, role, self._assignment.rank, method, queued_s, start_s, end_s=time.time())
+
+    def _producer(self, role: str, method: str) -> Producer:
+        return Producer(self._assignment.pool, role, self._assignment.rank, self._address, os.getpid(), method)
+
+
+def _device_for(wanted: str) -> str:
+    """The device of a process: on a GPU slot the GPU, if this torch can use it, unless it is wanted in any case."""
+    if wanted == "cpu" or torch.cuda.is_available():
+        return "cpu" if wanted == "cpu" else "cuda"
+    if wanted == "cuda":
+        raise WorkerError(
+            "trainer.device=cuda: torch sees no CUDA device in a worker process; install a CUDA build of torch, "
+            "or set trainer.device=cpu"
+        )
+    logger.warning("the slot has a GPU, but this torch sees none; computing on the CPU")
+    return "cpu"
+
+
+class _RandomState:
+    """A role's random numbers, kept apart from those of the other roles of the process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._cpu: torch.Tensor | None = None
+        self._cuda: torch.Tensor | None = None
+        self._python: Any = None
+        self._numpy: Any = None
+
+    def enter(self) -> None:
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            self._seed = None
+            return
+        assert self._cpu is not None
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def leave(self) -> None:
+        self._cpu = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._cuda = torch.cuda.get_rng_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+
+class _PrefixedStream:
+    """Puts the process's name before every line it prints."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._at_line_start = True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._stream.write(self._prefix + line if self._at_line_start else line)
+            self._at_line_start = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _prefix_output(prefix: str) -> None:
+    sys.stdout = _PrefixedStream(sys.stdout, prefix)
+    sys.stderr = _PrefixedStream(sys.stderr, prefix)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)

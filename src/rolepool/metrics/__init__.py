@@ -1,0 +1,5 @@
+"""What was measured: spans, and later their reduction to metrics. No torch, no ray."""
+
+from rolepool.metrics.spans import Span
+
+__all__ = ["Span"]

@@ -1,0 +1,489 @@
+"""DataProto: the batch that moves between the driver, the workers and their roles.
+
+Owns one class with three parts that have the same rows: `batch` (tensors), `non_tensor_batch` (numpy arrays, mostly
+of Python objects) and `meta_info` (about the batch as a whole). The names and their meaning are those of verl's
+`verl.protocol`, so that code written for it keeps working; the code is ours.
+
+What is shared and what is copied, for all operations: containers (the TensorDict, the two dicts) are new in every
+result, so adding or removing a key of a result never changes its source. Tensors and arrays are shared with the
+source by `select`, `slice`, `chunk`, `split` and integer indexing, and copied where rows are gathered or joined
+(`select_idxs`, `repeat`, `concat`, `padding`). `union`, `pop`, `rename`, `reorder`, `padding` and `to` change the
+batch they are called on.
+
+Does not know processes: `encoding` turns a batch into shared-memory buffers, `storage` into a file.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict.base import TensorDictBase
+from torch.utils.data import DataLoader
+
+from rolepool.errors import DataError
+from rolepool.protocol import storage
+from rolepool.protocol.columns import (
+    Arrays,
+    Rows,
+    cat_arrays,
+    cat_tensors,
+    common_size,
+    describe,
+    merge_meta_info,
+    new_batch,
+    num_bytes,
+    num_selected,
+    row_number,
+    rows_of,
+    take_arrays,
+    take_row,
+    take_tensors,
+    union_meta_info,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from rolepool.protocol.encoding import Encoded, encode, object_array
+
+logger = logging.getLogger(__name__)
+
+AUTO_PADDING_KEY = "_rolepool_auto_padding"
+
+Keys = str | Sequence[str] | None
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row of a DataProto: tensors without the batch dimension, the objects themselves, the batch's meta_info."""
+
+    batch: Any = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    jagged_keys: frozenset[str] = frozenset()  # so that `collate_fn` makes these jagged again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = (*_batch_state(self.batch), self.non_tensor_batch, self.meta_info, self.jagged_keys)
+        return _restore_item, (encode(state),)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """Rows of tensors (`batch`, a flat TensorDict or None) and arrays (`non_tensor_batch`), with `meta_info`."""
+
+    batch: Any = None  # TensorDict | None; Any spares every reader the None check
+    non_tensor_batch: Arrays = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    auto_padding: ClassVar[bool] = False  # True: every batch may be padded to what the ranks divide
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # --- making -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """A batch of these tensors and arrays; the first `num_batch_dims` dimensions of all tensors are equal.
+
+        Non-tensors that are not arrays (lists, mostly) become 1-d object arrays, one entry per row.
+        """
+        if num_batch_dims < 1:
+            raise DataError(f"num_batch_dims is {num_batch_dims}, but a batch has at least one dimension of rows")
+        if non_tensors and num_batch_dims != 1:
+            raise DataError(f"num_batch_dims is {num_batch_dims}, but non_tensors have one: {sorted(non_tensors)}")
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else object_array(list(value))
+            for key, value in (non_tensors or {}).items()
+        }
+        meta_info = dict(meta_info or {})
+        if auto_padding:
+            meta_info[AUTO_PADDING_KEY] = True
+        batch = new_batch(tensors, common_size(tensors, num_batch_dims)) if tensors else None
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
+        """A batch of one dict of tensors and numpy arrays."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        if wrong := {k: type(v).__name__ for k, v in data.items() if k not in tensors and k not in arrays}:
+            raise DataError(f"from_single_dict takes tensors and numpy arrays, not {wrong}")
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        tensor_dict: TensorDictBase | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> DataProto:
+        """A batch of a TensorDict: its NonTensorStacks become non_tensor_batch, its NonTensorData meta_info."""
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: Arrays = {}
+        meta = dict(meta_info or {})
+        for key, value in tensor_dict.items() if tensor_dict is not None else ():
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif isinstance(value, NonTensorStack):
+                arrays[key] = object_array(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta = union_meta_info(meta, {key: value.data})
+            else:
+                raise DataError(f"{key!r} is a {type(value).__name__}; a batch is flat: tensor_dict.flatten_keys('.')")
+        return cls.from_dict(tensors, arrays, meta, num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict: arrays as NonTensorStack (of objects, once back), meta_info as NonTensorData.
+
+        Shares the tensors.
+        """
+        tensors = self._tensors()
+        names = [*tensors, *self.non_tensor_batch, *self.meta_info]
+        if clash := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"a TensorDict has one value per key, but these are in several parts: {clash}")
+        size = self.batch.batch_size if self.batch is not None else [len(self)]
+        result = new_batch(tensors, size)
+        for key, array in self.non_tensor_batch.items():
+            rows = [NonTensorData(row) for row in array]
+            result.set(key, NonTensorStack(*rows) if rows else NonTensorStack(batch_size=[]))
+        for key, value in self.meta_info.items():
+            result.set_non_tensor(key, value)
+        return result
+
+    # --- size, checks -------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+
+    def check_consistency(self) -> None:
+        """Raise a DataError that names the keys if the parts do not have the same rows or hold the wrong types."""
+        problems = []
+        if self.batch is not None:
+            if not isinstance(self.batch, TensorDictBase):
+                raise DataError(f"batch is a {type(self.batch).__name__}; it must be a TensorDict (see from_dict)")
+            if not self.batch.batch_size:
+                raise DataError(f"batch has no dimension of rows: batch_size is [] (keys {sorted(self.batch.keys())})")
+            for key, value in self.batch.items():
+                if not isinstance(value, torch.Tensor):
+                    problems.append(f"batch[{key!r}] is a {type(value).__name__}, not a tensor (see from_tensordict)")
+                elif value.is_nested and value.layout != torch.jagged:
+                    problems.append(f"batch[{key!r}] is a strided nested tensor; make it with layout=torch.jagged")
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray) or array.ndim == 0:
+                problems.append(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, not an array with rows")
+            elif len(array) != len(self):
+                first = "batch" if self.batch is not None else f"{next(iter(self.non_tensor_batch))!r}"
+                problems.append(f"non_tensor_batch[{key!r}] has {len(array)} rows, but {first} has {len(self)}")
+        if problems:
+            raise DataError(problems)
+
+    def print_size(self, prefix: str = "") -> str:
+        """Log, and return, how many bytes the tensors and arrays take (of objects only the references)."""
+        tensors = sum(num_bytes(tensor) for tensor in self._tensors().values())
+        arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
+        text = f"{len(self)} rows, batch {tensors / 2**20:.2f} MiB, non_tensor_batch {arrays / 2**20:.2f} MiB"
+        text = f"{prefix}, {text}" if prefix else text
+        logger.info(text)
+        return text
+
+    def is_padding_enabled(self) -> bool:
+        """Whether a call may pad this batch to a size that its ranks divide (for this batch, or for all)."""
+        return bool(self.meta_info.get(AUTO_PADDING_KEY)) or type(self).auto_padding
+
+    # --- rows ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, item: Any) -> Any:
+        """An int gives a DataProtoItem; a slice, list, array, tensor or bool mask of rows gives a DataProto."""
+        if isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0:
+            item = item.item()
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            return self._item(row_number(int(item), len(self)))
+        return self._take(rows_of(item, len(self)))
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self._item(row) for row in range(len(self)))
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """The rows with these numbers (list, array, tensor), or where this bool mask is True; copied."""
+        return self._take(rows_of(idxs, len(self)))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """The rows from `start` to before `end`, sharing memory with this batch when `step` is 1."""
+        return self._take(rows_of(builtins.slice(start, end, step), len(self)))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Exactly `chunks` parts, in order: equal ones, or with padding enabled sizes that differ by at most one."""
+        if chunks < 1:
+            raise DataError(f"a batch cannot be cut into {chunks} chunks")
+        size, rest = divmod(len(self), chunks)
+        if rest and not self.is_padding_enabled():
+            raise DataError(f"{len(self)} rows cannot be cut into {chunks} equal chunks (see pad_dataproto_to_divisor)")
+        edges = [i * size + min(i, rest) for i in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in itertools.pairwise(edges)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of `split_size` rows, in order; the last one may be smaller."""
+        if split_size < 1:
+            raise DataError(f"a batch cannot be split into parts of {split_size} rows")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row `repeat_times` times: 0 0 1 1 when interleaved, else 0 1 0 1."""
+        if repeat_times < 0:
+            raise DataError(f"rows cannot be repeated {repeat_times} times")
+        rows = torch.arange(len(self))
+        return self._take(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Row i `repeat_times[i]` times, copies side by side (list, tuple, array or tensor of counts)."""
+        counts = torch.as_tensor(repeat_times).cpu()
+        if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
+            shape = tuple(counts.shape)
+            raise DataError(f"sample_level_repeat takes {len(self)} counts, one per row, not {counts.dtype} of {shape}")
+        return self._take(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
+        rows = rows_of(indices, len(self))
+        if isinstance(rows, builtins.slice) or not torch.equal(rows.sort().values, torch.arange(len(self))):
+            raise DataError(f"reorder needs every one of {len(self)} rows once; got {num_selected(rows)} row numbers")
+        self._replace_rows(self._take(rows))
+
+    def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
+        """Append `padding_size` copies of the "first" or the "last" row. Changes this batch. See also `pad_rows`."""
+        if padding_candidate not in ("", "first", "last"):  # verl's default is ""
+            raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
+        if padding_size < 0:
+            raise DataError(f"padding_size is {padding_size}; it must not be negative")
+        if padding_size == 0:
+            return
+        if len(self) == 0:
+            raise DataError(f"an empty batch (keys {self._keys()}) has no row to pad with")
+        candidate = len(self) - 1 if padding_candidate == "last" else 0
+        rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
+        self._replace_rows(self._take(rows))
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all batches, one after another; they need the same keys.
+
+        `meta_info` entries must be equal in all batches that have them, except `metrics`: those dicts (or lists of
+        dicts), one per rank, become one dict of lists.
+        """
+        if not data:
+            raise DataError("nothing to concatenate: the list of batches is empty")
+        first = data[0]
+        for i, other in enumerate(data):
+            if other._keys() != first._keys() or (other.batch is None) != (first.batch is None):
+                raise DataError(f"batches 0 and {i} have different keys: {first._keys()} and {other._keys()}")
+        batch = None
+        if first.batch is not None:
+            if len(inner := {tuple(part.batch.batch_size[1:]) for part in data}) > 1:
+                raise DataError(f"the batches differ in the batch dimensions after the first: {sorted(inner)}")
+            columns = cat_tensors([part._tensors() for part in data])
+            batch = new_batch(columns, [sum(len(part) for part in data), *inner.pop()], first.batch.device)
+        arrays = cat_arrays([part.non_tensor_batch for part in data])
+        return type(first)(batch, arrays, merge_meta_info([part.meta_info for part in data]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of `mini_batch_size` rows, `epochs` times over; in order, or as `dataloader_kwargs` say.
+
+        `dataloader_kwargs` are those of torch's DataLoader (`{"shuffle": True}`), and `seed` is its generator's, so
+        the order is that of a DataLoader over the rows.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise DataError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader: DataLoader[Any] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]  # anything with a length and items will do
+            batch_size=mini_batch_size,
+            collate_fn=list,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
+
+    # --- keys ---------------------------------------------------------------------------------------------------
+
+    def select(
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """Only these keys; None means all of a part, [] none of it. The tensors are shared unless `deepcopy`."""
+        tensors = _picked(self._tensors(), batch_keys, "batch")
+        arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
+        meta_info = _picked(self.meta_info, meta_info_keys, "meta_info")
+        batch = None if self.batch is None else new_batch(tensors, self.batch.batch_size, self.batch.device)
+        selected = type(self)(batch, arrays, meta_info)
+        return copy.deepcopy(selected) if deepcopy else selected
+
+    def pop(
+        self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
+    ) -> DataProto:
+        """Take these keys out of this batch and return them as one; None takes nothing. Changes this batch."""
+        tensors = _picked(self._tensors(), batch_keys or [], "batch")
+        arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys or [], "non_tensor_batch")
+        meta_info = _picked(self.meta_info, meta_info_keys or [], "meta_info")
+        batch = new_batch(tensors, self.batch.batch_size, self.batch.device) if tensors else None
+        popped = type(self)(batch, arrays, meta_info)
+        for key in tensors:
+            del self.batch[key]
+        for key in arrays:
+            del self.non_tensor_batch[key]
+        for key in meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
+        """Rename keys of the tensors and arrays, pair by pair. Changes this batch and returns it."""
+        old, new = _as_list(old_keys), _as_list(new_keys)
+        if len(old) != len(new):
+            raise DataError(f"{len(old)} old keys {old} and {len(new)} new keys {new}: rename takes pairs")
+        available = self._keys()
+        if missing := [key for key in old if key not in available]:
+            raise DataError(f"no keys {missing} to rename; there are {available}")
+        names = [key for key in available if key not in old] + new
+        if taken := sorted({key for key in new if names.count(key) > 1}):
+            raise DataError(f"renaming {old} to {new} would give two columns the name {taken}")
+        moved = self.pop([k for k in old if k in self._tensors()], [k for k in old if k in self.non_tensor_batch])
+        for key, name in zip(old, new, strict=True):
+            if key in moved.non_tensor_batch:
+                self.non_tensor_batch[name] = moved.non_tensor_batch[key]
+            else:
+                self.batch.set(name, moved.batch.get(key))
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and meta_info of `other`. Changes this batch and returns it.
+
+        Keys in both must hold equal values; nothing is changed when they do not. The added tensors are shared.
+        """
+        if self._keys() and other._keys() and len(self) != len(other):
+            mine, theirs = f"{len(self)} rows ({self._keys()})", f"{len(other)} ({other._keys()})"
+            raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
+        meta_info = union_meta_info(self.meta_info, other.meta_info)
+        arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        if self.batch is None:
+            self.batch = None if other.batch is None else other.batch.clone(recurse=False)
+        elif other.batch is not None:
+            union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch, self.meta_info = arrays, meta_info
+        return self
+
+    # --- where it lives -----------------------------------------------------------------------------------------
+
+    def to(self, device: Any) -> DataProto:
+        """Move the tensors to a device. Changes this batch and returns it."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all; non-tensors must be what JSON, numpy or torch can hold."""
+        storage.save(filepath, *_batch_state(self.batch), self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def load_from_disk(cls, filepath: str | os.PathLike[str]) -> DataProto:
+        """The batch that `save_to_disk` wrote."""
+        tensors, batch_size, arrays, meta_info = storage.load(filepath)
+        return cls(None if tensors is None else new_batch(tensors, batch_size), arrays, meta_info)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as plain buffers (see `encoding`); the copy lives on the CPU and is nobody else's."""
+        state = (*_batch_state(self.batch), self.non_tensor_batch, self.meta_info)
+        return _restore, (type(self), encode(state))
+
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = None if self.batch is None else self.batch.clone()
+        return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
+
+    def __repr__(self) -> str:
+        tensors = {key: describe(tensor) for key, tensor in self._tensors().items()}
+        arrays = {key: f"{array.dtype}{list(array.shape)}" for key, array in self.non_tensor_batch.items()}
+        return f"DataProto({len(self)} rows, batch={tensors}, non_tensor_batch={arrays}, meta_info={self.meta_info})"
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else dict(self.batch.items())
+
+    def _keys(self) -> list[str]:
+        return sorted([*self._tensors(), *self.non_tensor_batch])
+
+    def _take(self, rows: Rows) -> DataProto:
+        batch = None
+        if self.batch is not None:
+            size = [num_selected(rows), *self.batch.batch_size[1:]]
+            batch = new_batch(take_tensors(self._tensors(), rows), size, self.batch.device)
+        return type(self)(batch, take_arrays(self.non_tensor_batch, rows), dict(self.meta_info))
+
+    def _item(self, row: int) -> DataProtoItem:
+        batch = None
+        tensors = self._tensors()
+        if self.batch is not None:
+            columns = {key: take_row(tensor, row) for key, tensor in tensors.items()}
+            batch = new_batch(columns, self.batch.batch_size[1:], self.batch.device)
+        values = {key: array[row] for key, array in self.non_tensor_batch.items()}
+        jagged_keys = frozenset(key for key, tensor in tensors.items() if tensor.is_nested)
+        return DataProtoItem(batch, values, dict(self.meta_info), jagged_keys)
+
+    def _replace_rows(self, other: DataProto) -> None:
+        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+
+def _batch_state(batch: Any) -> tuple[dict[str, torch.Tensor] | None, tuple[int, ...]]:
+    return (None, ()) if batch is None else (dict(batch.items()), tuple(batch.batch_size))
+
+
+def _restore(cls: type[DataProto], encoded: Encoded) -> DataProto:
+    tensors, batch_size, arrays, meta_info = encoded.decode()
+    return cls(None if tensors is None else new_batch(tensors, batch_size), arrays, meta_info)
+
+
+def _restore_item(encoded: Encoded) -> DataProtoItem:
+    tensors, batch_size, *rest = encoded.decode()
+    return DataProtoItem(None if tensors is None else new_batch(tensors, batch_size), *rest)
+
+
+def _picked(part: Mapping[str, Any], keys: Keys, name: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(part)
+    if missing := [key for key in _as_list(keys) if key not in part]:
+        raise DataError(f"{name} has no keys {missing}; it has {sorted(part)}")
+    return {key: part[key] for key in _as_list(keys)}
+
+
+def _as_list(keys: Keys) -> list[str]:
+    return [keys] if isinstance(keys, str) else list(keys or [])

@@ -1,0 +1,100 @@
+"""The base class of roles: what a role knows of the process it lives in.
+
+Owns `Worker` and the context it is made in. Does not know how calls arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a role lives: pool, rank, place in the (dp, tp) view of the pool, device and seeds."""
+
+    pool: str = "local"
+    role: str = "role"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    tp_size: int = 1
+    device: str = "cpu"
+    run_seed: int = 1
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether this rank answers for its data-parallel group."""
+        return self.tp_rank == 0
+
+    @property
+    def init_seed(self) -> int:
+        """Seed while the role is made: the same on every rank and in every pool, so that weights are too."""
+        return derive_seed(self.run_seed, self.role)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the role at work, of its own on every rank."""
+        return derive_seed(self.run_seed, self.role, self.rank)
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed that depends on all parts and on nothing else; the same on every machine."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+_OUTSIDE = WorkerContext()
+"""Of a worker that no process of a pool made."""
+
+_context: ContextVar[WorkerContext] = ContextVar("worker_context", default=_OUTSIDE)
+
+
+@contextmanager
+def made_in(context: WorkerContext) -> Iterator[None]:
+    """Workers constructed inside the block get this context."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+class Worker:
+    """A role. `self.context` and the short cuts below are there before `__init__` runs."""
+
+    context: WorkerContext
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        worker = super().__new__(cls)
+        worker.context = _context.get()
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.context.world_size
+
+    @property
+    def device(self) -> str:
+        return self.context.device
