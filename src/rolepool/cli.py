@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rolepool import __version__
@@ -26,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except RolepoolError as error:
         _print_errors(error.problems)
         return EXIT_USER
@@ -81,6 +82,7 @@ def plan(arguments: list[str]) -> int:
     parser = _parser("plan", plan.__doc__)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--inventory", metavar="8,8,4", help="GPUs per node there are (also 1024x8)")
+    parser.add_argument("--live", action="store_true", help="take the inventory from the running Ray cluster")
     parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
     parser.add_argument("--strict", action="store_true", help="exit 2 when the memory estimate does not fit")
     options = _parse(parser, arguments)
@@ -95,21 +97,27 @@ def plan(arguments: list[str]) -> int:
 
     loaded = _load(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
+    if options.live and inventory is not None:
+        raise ConfigError("--live: the inventory comes from the cluster or from --inventory; give one of them")
+    if options.live:
+        from rolepool.cluster.cluster import live_inventory
+
+        inventory = live_inventory(loaded.config.ray_kwargs.ray_init.address, loaded.config.trainer.device)
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
     # An inventory alone is divided whole; with the user's own node and GPU counts it is what those are taken from.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
     made = build_plan(loaded.config, inventory, take_all=take_all)
     problems = find_problems(loaded.config, made)
     estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
-    advice = advise(loaded, made, estimate, gpu_memory, inventory, take_all=take_all)
+    advice = advise(loaded.config, made, estimate, gpu_memory, inventory, take_all=take_all)
     if options.json:
         from rolepool.placement.export import plan_as_json
 
         print(plan_as_json(made, estimate, problems, advice))
     else:
-        from rolepool.placement.render import print_plan
+        from rolepool.placement.render import plan_as_text
 
-        print_plan(made, estimate, advice)
+        print(plan_as_text(made, estimate, advice))
     _print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
     return EXIT_USER if problems or (options.strict and does_not_fit) else EXIT_FINE
@@ -178,7 +186,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser(name: str, summary: str | None, words: str = "FILE or key=value") -> _Parser:
     parser = _Parser(prog=f"rolepool {name}", description=summary, allow_abbrev=False)
     parser.add_argument(
-        "words", nargs="*", metavar=words.replace(" ", "-"), help=f"{words}; files first, then overrides"
+        "words",
+        nargs="*",
+        metavar=words.replace(", ", "|").replace(" or ", "|"),
+        help=f"{words}; files first, then overrides",
     )
     return parser
 
@@ -192,7 +203,7 @@ def _parse(parser: _Parser, arguments: list[str]) -> Any:
 
 
 def _is_input(word: str) -> bool:
-    return "=" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file()
+    return "=" in word or word.endswith((".yaml", ".yml")) or os.path.isfile(word)  # noqa: PTH113 (never raises)
 
 
 def _load(words: Sequence[str]) -> LoadedConfig:

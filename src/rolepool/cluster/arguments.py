@@ -18,6 +18,7 @@ from rolepool.protocol.data import DataProto
 from rolepool.protocol.futures import (
     CallFuture,
     DataProtoFuture,
+    Pending,
     Stripe,
     collect_first,
     collect_list,
@@ -31,7 +32,7 @@ Named = tuple[int | str, Any]
 """An argument by its position or name."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ArgumentList:
     """What one rank gets, or several that get the same."""
 
@@ -103,3 +104,16 @@ def whole(named: Named, lists: Sequence[ArgumentList], reads: Keys) -> None:
     else:
         for arguments in lists:
             arguments.add(name, value)
+
+
+def sources_of(values: Sequence[Any]) -> list[Pending]:
+    """The calls whose results are among the arguments."""
+    found: list[Pending] = []
+    for value in values:
+        if isinstance(value, DataProtoFuture):
+            found.extend(stripe.pending for stripe in value.stripes if stripe.pending is not None)
+        elif isinstance(value, CallFuture):
+            found.append(value.pending)
+        elif isinstance(value, list | tuple):
+            found.extend(sources_of(value))
+    return found

@@ -15,7 +15,7 @@ import ray
 
 from rolepool.cluster.group import RoleProxy, WorkerGroup
 from rolepool.cluster.launch import launch
-from rolepool.cluster.nodes import live_nodes
+from rolepool.cluster.nodes import live_nodes, slot_device
 from rolepool.errors import PlacementError
 from rolepool.placement import Plan
 
@@ -75,11 +75,23 @@ class Cluster:
         self.close()
 
 
+def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
+    """Slots per node of a running cluster, in the order in which a plan counts nodes. Null: the one on this machine."""
+    disconnect = connect(address or "auto", 0, device)
+    try:
+        nodes = live_nodes()
+        return tuple(node.slots(slot_device(device, nodes)) for node in nodes)
+    finally:
+        disconnect()
+
+
 def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
     """Join the Ray at `address`, or start a local one; returns what undoes it. A Ray that this process is already
     connected to is used and left as it is."""
     if ray.is_initialized():
         return _leave_it
+    # What workers raise is told by WorkerErrors; Ray would print it again for every result that nobody asked for.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
     if address is not None:
         try:

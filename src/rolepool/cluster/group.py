@@ -7,26 +7,29 @@ on the same processes, and its calls run in the order they were made.
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.arguments import ArgumentList, cut_batch, whole
-from rolepool.cluster.calls import Call, fetch_columns
+from rolepool.cluster.arguments import ArgumentList, cut_batch, sources_of, whole
+from rolepool.cluster.calls import Call, fetch_columns, pack_call, unpack_reply
 from rolepool.cluster.failure import Death, cause_of, find_deaths, reason_of
 from rolepool.cluster.launch import Process
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.dispatch import Dispatch, Execute, MethodSpec, registered_methods
-from rolepool.protocol.futures import CallFuture, DataProtoFuture, collect_first, collect_list
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
 from rolepool.protocol.remote import Column, Producer, Reply
 from rolepool.protocol.worker import Worker
 
 POLL_S = 0.2
 GRACE_S = 3.0
 """For the other ranks of a failed call to end as well; those that do not are taken to hang, and the pool is ended."""
+MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
 
 
@@ -39,6 +42,7 @@ class WorkerGroup:
         self._everybody = everybody
         self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
+        self._recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
 
     @property
     def world_size(self) -> int:
@@ -110,15 +114,26 @@ class WorkerGroup:
             ]
         else:
             deaths = find_deaths((group.name, process) for group in groups.values() for process in group.processes)
-        for death in deaths:
-            groups[death.pool].break_with(death.as_error(call.role, call.method))
+        errors = [death.as_error(*groups[death.pool].call_ended_by(death.process, call)) for death in deaths]
+        for death, named in zip(deaths, errors, strict=True):
+            groups[death.pool].break_with(named)
         self.raise_if_broken()
-        if deaths:
-            return deaths[0].as_error(call.role, call.method)
+        if errors:
+            return errors[0]
         named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
         if not call.others_end_within(GRACE_S):
             self.break_with(named)
         return named
+
+    def remember(self, call: PendingCall) -> None:
+        """Note a call, without keeping its result alive, so that a death can be told by what it ended."""
+        self._recent.append(weakref.ref(call))
+
+    def call_ended_by(self, process: Process, noticed_in: PendingCall) -> tuple[str, str]:
+        """Role and method of the first call that a process left unanswered when it died."""
+        calls = [call for call in (reference() for reference in self._recent) if call is not None]
+        ended = next((call for call in calls if call.was_ended_by_death_of(process)), noticed_in)
+        return ended.role, ended.method
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self._roles) or 'none'}>"
@@ -180,15 +195,15 @@ class RoleProxy:
         arguments = self._arguments(name, spec, args, kwargs, len(processes))
         queued_s = time.time()
         calls = {
-            id(argument): Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group)
-            for argument in arguments
+            argument: pack_call(Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group))
+            for argument in dict.fromkeys(arguments)
         }
         refs = [
-            process.actor.run.remote(calls[id(argument)], *argument.objects)
+            process.actor.run.remote(calls[argument], *argument.objects)
             for process, argument in zip(processes, arguments, strict=True)
         ]
         answering = refs[:: self.tp_size] if per_dp_group else refs
-        pending = PendingCall(self.group, self.role_name, name, refs, answering)
+        pending = PendingCall(self.group, self.role_name, name, refs, answering, sources_of((*args, *kwargs.values())))
         if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture(pending)
         return CallFuture(pending, self._collector(spec, only_zero))
@@ -235,16 +250,26 @@ PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMP
 
 
 class PendingCall:
-    """A call under way: a reference to each rank's reply."""
+    """A call under way: a reference to each rank's reply, and until it has ended, the calls whose results it takes."""
 
-    def __init__(self, group: WorkerGroup, role: str, method: str, refs: list[Any], answering: list[Any]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        method: str,
+        refs: list[Any],
+        answering: list[Any],
+        sources: Sequence[Pending] = (),
+    ) -> None:
         self.group = group
         self.role = role
         self.method = method
         self._refs = refs
         self.refs = answering
+        self._sources = sources
         self._replies: dict[Any, Reply] | None = None
         self._error: WorkerError | None = None
+        group.remember(self)
 
     @property
     def what(self) -> str:
@@ -265,6 +290,18 @@ class PendingCall:
         ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout_s)
         return len(ready) == len(self._refs)
 
+    def was_ended_by_death_of(self, process: Process) -> bool:
+        """Whether this call had reached a process, or was queued there, when it died."""
+        if process.rank >= len(self._refs):
+            return False
+        try:
+            ray.get(self._refs[process.rank], timeout=0)
+        except (ActorDiedError, ActorUnavailableError) as error:
+            return bool(error.actor_id == process.actor_id)
+        except RayError:
+            return False
+        return False
+
     def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
         return fetch_columns(columns)
 
@@ -276,7 +313,8 @@ class PendingCall:
         while self._replies is None:
             try:
                 replies = ray.get(self._refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-                self._replies = dict(zip(self._refs, replies, strict=True))
+                self._replies = dict(zip(self._refs, map(unpack_reply, replies), strict=True))
+                self._sources = ()
             except GetTimeoutError:
                 self._raise_early_errors()
                 self.group.raise_if_broken()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import Call, resolve, without_padding
+from rolepool.cluster.calls import Call, pack_reply, resolve, unpack_call, without_padding
 from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
@@ -80,6 +80,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, _RandomState] = {}
+        self._speaking: str | None = None
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
         self._store: TCPStore | None = None
@@ -132,25 +133,31 @@ class WorkerProcess:
 
     def add_role(
         self, name: str, worker_class: type[Worker], tp_size: int, args: Any, kwargs: Any, queued_s: float
-    ) -> Reply:
+    ) -> bytes | Reply:
         """Make a role. Its weights come from the role's seed alone, so they do not depend on rank or pool."""
         start_s = time.time()
         context = self._assignment.context(name, tp_size)
-        self._random_states[name] = _RandomState(context.init_seed)
+        self._reseed(name, context.init_seed)
         try:
             with self._as_role(name, "__init__"), made_in(context):
                 self._roles[name] = worker_class(*args, **kwargs)
         except WorkerError as error:
             self._failed_roles[name] = error
             raise
-        self._random_states[name] = _RandomState(context.seed)
-        return Reply(self._span(name, "__init__", queued_s, start_s), self._producer(name, "__init__"))
+        self._reseed(name, context.seed)
+        return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s), self._producer(name, "__init__")))
+
+    def _reseed(self, role: str, seed: int) -> None:
+        if role == self._speaking:
+            self._speaking = None
+        self._random_states[role] = _RandomState.seeded(seed)
 
     # Work
 
-    def run(self, call: Call, *objects: Any) -> Reply:
+    def run(self, packed: bytes, *objects: Any) -> bytes | Reply:
         """Run a method of a role and answer with its span and its result, whose data stays here."""
         start_s = time.time()
+        call = unpack_call(packed)
         producer = self._producer(call.role, call.method)
         with self._as_role(call.role, call.method):
             worker = self._role(call.role)
@@ -159,7 +166,7 @@ class WorkerProcess:
             result = without_padding(result, share) if is_answer else None
             batch = leave_here(result, producer, ray.put) if isinstance(result, DataProto) else None
         span = self._span(call.role, call.method, call.queued_s, start_s)
-        return Reply(span, producer, None if batch is not None else result, batch)
+        return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
 
     def _invoke(self, worker: Worker, call: Call, objects: tuple[Any, ...]) -> tuple[Any, Share | None]:
         args = [resolve(argument, objects) for argument in call.args]
@@ -179,16 +186,21 @@ class WorkerProcess:
     @contextmanager
     def _as_role(self, role: str, method: str) -> Iterator[None]:
         """The role's own random state, and errors that say who they happened to."""
-        state = self._random_states[role]
-        state.enter()
+        self._switch_random_state(role)
         try:
             yield
         except WorkerError:
             raise
         except Exception as error:
             raise self._named(error, role, method) from None
-        finally:
-            state.leave()
+
+    def _switch_random_state(self, role: str) -> None:
+        """Each role goes on in its own stream of random numbers, whatever other roles drew from theirs meanwhile."""
+        if role != self._speaking:
+            if self._speaking is not None:
+                self._random_states[self._speaking] = _RandomState.now()
+            self._random_states[role].enter()
+            self._speaking = role
 
     def _named(self, error: Exception, role: str, method: str) -> WorkerError:
         producer = self._producer(role, method)
@@ -223,35 +235,42 @@ def _device_for(wanted: str) -> str:
     return "cpu"
 
 
+@dataclass(frozen=True)
 class _RandomState:
-    """A role's random numbers, kept apart from those of the other roles of the process."""
+    """The state of every generator that a role may draw from."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
-        self._cpu: torch.Tensor | None = None
-        self._cuda: torch.Tensor | None = None
-        self._python: Any = None
-        self._numpy: Any = None
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> _RandomState:
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state() if on_gpu else None,
+            python=random.getstate(),
+            numpy=np.random.get_state(),
+        )
+
+    @classmethod
+    def seeded(cls, seed: int) -> _RandomState:
+        """The state that a seed gives. The generators are left as they were."""
+        before = cls.now()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        state = cls.now()
+        before.enter()
+        return state
 
     def enter(self) -> None:
-        if self._seed is not None:
-            torch.manual_seed(self._seed)
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            self._seed = None
-            return
-        assert self._cpu is not None
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def leave(self) -> None:
-        self._cpu = torch.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 class _PrefixedStream:

@@ -58,7 +58,7 @@ def _about_models(config: Config) -> Iterator[Contradiction]:
 def _about_batches(config: Config) -> Iterator[Contradiction]:
     actor, critic = config.actor_rollout_ref.actor, config.critic
     minis = [("actor_rollout_ref.actor", actor.ppo_mini_batch_size)]
-    if config.uses_critic:
+    if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         minis.append(("critic", critic.ppo_mini_batch_size))
     for section, mini in minis:
         if config.data.train_batch_size % mini:

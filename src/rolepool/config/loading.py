@@ -6,7 +6,9 @@ combinations of keys are in `consistency`.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,7 +105,7 @@ def _read_file(file: str, problems: list[str]) -> dict[str, Any]:
         if not path.is_file():
             problems.append(f"config file {show(file)}: no such file; give a YAML file, or key=value for an override")
             return {}
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        content = _plain(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
     except (OSError, *UNPARSABLE) as error:
         problems.append(f"config file {show(file)}: {_one_line(error)}")
         return {}
@@ -118,7 +120,7 @@ def _parse_override(text: str, problems: list[str]) -> tuple[str, Any] | None:
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
-        problems.append(f"{show(text)}: keys cannot be deleted; write {show(path[1:])}=null for no value")
+        problems.append(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out for its default")
         return None
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
@@ -126,7 +128,7 @@ def _parse_override(text: str, problems: list[str]) -> tuple[str, Any] | None:
         return None
     try:
         text.encode()
-        return path, _parse_value(value, all_keys().get(path))
+        return path, _plain(_parse_value(value, all_keys().get(path)))
     except UNPARSABLE as error:
         problems.append(f"{path}={show(value)}: cannot be read as YAML ({_one_line(error)}); put text in quotes")
         return None
@@ -142,8 +144,14 @@ def _parse_value(text: str, key: Key | None) -> Any:
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
 
 
+def _plain(value: Any) -> Any:
+    """The value, if it can be printed and stored: not bytes, not a number too long to write out."""
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted path. A mapping-valued key counts as one leaf per entry, so that files merge."""
+    """Leaves by dotted path. A mapping-valued key is one leaf; `_take` merges those of several files."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and (path in all_sections() or path not in all_keys()) and value:
@@ -169,9 +177,13 @@ def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) ->
             examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
             problems.append(f"{path}={show(value)}: is a group of keys; set one of them, such as {examples}")
         return
+    if value == "???":
+        problems.append(f"{path}=???: has no value yet; set one, or leave it out for the default")
+        return
     owner = _owning_mapping(path)
+    before = leaves.get(path)
     if path in all_keys():
-        leaves[path] = value
+        leaves[path] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     elif owner is not None:
         mapping = leaves.get(owner)
         nested: Any = value
@@ -236,19 +248,14 @@ def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any
 
 
 def _with_leaves(leaves: dict[str, Any]) -> DictConfig | None:
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
+    """Defaults with the leaves in their places; None where a `${...}` cannot be parsed."""
+    tree = copy.deepcopy(_defaults())
     try:
-        merged = OmegaConf.merge(_defaults(), tree)
+        for path, value in leaves.items():
+            OmegaConf.update(tree, path, value, merge=False)
     except UNPARSABLE:
         return None
-    assert isinstance(merged, DictConfig)
-    return merged
+    return tree
 
 
 def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config | None:
@@ -307,7 +314,9 @@ def _sentence(item: Any) -> str:
     """One pydantic error as key, value and what is allowed."""
     location = [str(part) for part in item["loc"] if part != "[key]"]
     kind, context = item["type"], item.get("ctx", {})
-    if kind in ALLOWED:
+    if kind in ("missing", "too_long") and "betas" in location:
+        allowed = "must be a pair, such as [0.9,0.999]"
+    elif kind in ALLOWED:
         allowed = ALLOWED[kind]
     elif kind == "literal_error":
         allowed = f"must be one of {context['expected'].replace(chr(39), '').replace(' or ', ', ')}"
@@ -320,8 +329,6 @@ def _sentence(item: Any) -> str:
         }
         (limit,) = context.values()
         allowed = f"must be {word[kind]} {limit}"
-    elif kind in ("too_long", "too_short") and "betas" in location:
-        allowed = "must be a pair, such as [0.9,0.999]"
     elif kind == "value_error":
         allowed = str(context["error"])
     else:

@@ -146,7 +146,7 @@ class Pool(Section):
     per_node: Annotated[
         tuple[Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)], ...],
         Strict(False),
-        Field(min_length=1, max_length=MAX_NODES),
+        Field(max_length=MAX_NODES),
     ]
     """Processes per node, one GPU each; 0 skips a node."""
     share: Fraction = 1.0

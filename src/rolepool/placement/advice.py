@@ -1,14 +1,20 @@
 """What to change when a pool does not fit: overrides that were tried on the estimate and help.
 
-Owns the list of things to try. Every piece of advice is a `key=value` whose effect was computed, never a guess.
+Owns the list of things to try. Every piece of advice is one or more `key=value` whose effect was computed, never a
+guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from rolepool.config import Config, LoadedConfig
+from pydantic import BaseModel
+
+from rolepool.config import Config
+from rolepool.config.consistency import contradictions
+from rolepool.config.loading import show
 from rolepool.errors import RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.memory import GIB, MemoryEstimate, estimate_memory
@@ -16,11 +22,17 @@ from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import Role
 
 MAX_ADVICE = 4
+MAX_COMBINED = 4
+"""Changes that one piece of advice may combine, when no single one is enough."""
+WORTH_SAYING_BYTES = GIB // 10
+"""Less than this does not show in the figures printed."""
+
+Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """An override, and the largest excess over the GPU's memory that would be left (0: everything fits)."""
+    """Overrides, and the largest excess over the GPU's memory that would be left (0: everything fits)."""
 
     override: str
     excess: int
@@ -29,8 +41,45 @@ class Advice:
         return f"{self.override}  " + ("fits" if not self.excess else f"still {self.excess / GIB:.1f} GiB too much")
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """Computes what changes to a config would do to its memory."""
+
+    config: Config
+    gpu_memory_bytes: int | None
+    gpus_per_node: Sequence[int] | None
+    take_all: bool
+    known_roles: frozenset[Role]
+    plans: dict[str, Plan | None] = field(default_factory=dict)
+
+    def excess_with(self, changes: Changes) -> int | None:
+        """The excess that would be left; None where the changed config is not a plan whose memory can be told."""
+        config = self.config
+        for path, value in changes.items():
+            config = _changed(config, path.split("."), value)
+        if any(True for _ in contradictions(config)):
+            return None
+        plan = self._plan_of(config)
+        if plan is None:
+            return None
+        estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
+        if find_problems(config, plan) or not self.known_roles <= _roles_known(estimate):
+            return None
+        return _excess(estimate)
+
+    def _plan_of(self, config: Config) -> Plan | None:
+        """Changes touch `placement` or nothing that a plan depends on, so each placement is planned once."""
+        key = config.placement.model_dump_json()
+        if key not in self.plans:
+            try:
+                self.plans[key] = build_plan(config, self.gpus_per_node, take_all=self.take_all)
+            except RolepoolError:
+                self.plans[key] = None
+        return self.plans[key]
+
+
 def advise(
-    loaded: LoadedConfig,
+    config: Config,
     plan: Plan,
     estimate: MemoryEstimate,
     gpu_memory_bytes: int | None,
@@ -38,26 +87,51 @@ def advise(
     *,
     take_all: bool,
 ) -> list[Advice]:
-    """The overrides that bring the plan closest to fitting, best first and one per key; empty when it fits."""
+    """What brings the plan closest to fitting, best first and one per key; empty when it fits."""
     before = _excess(estimate)
     if not before:
         return []
-    tried: list[Advice] = []
-    for override in _candidates(loaded.config, plan):
-        try:
-            config = loaded.with_overrides(*override.split()).config
-            changed = build_plan(config, gpus_per_node, take_all=take_all)
-        except RolepoolError:
-            continue
-        if find_problems(config, changed):
-            continue
-        after = _excess(estimate_memory(config, changed, gpu_memory_bytes))
-        if after < before:
-            tried.append(Advice(override, after))
+    trial = _Trial(config, gpu_memory_bytes, gpus_per_node, take_all, _roles_known(estimate))
+    candidates = list(_candidates(config, plan))
     best: dict[tuple[str, ...], Advice] = {}
-    for advice in sorted(tried, key=lambda advice: advice.excess):
-        best.setdefault(tuple(part.partition("=")[0] for part in advice.override.split()), advice)
-    return list(best.values())[:MAX_ADVICE]
+    for advice, changes in _helpful(trial, {}, candidates, before):
+        best.setdefault(tuple(changes), advice)
+    singles = list(best.values())[:MAX_ADVICE]
+    if singles and all(advice.excess for advice in singles):
+        singles = [*_combined(trial, candidates, before), *singles][:MAX_ADVICE]
+    return singles
+
+
+def _helpful(trial: _Trial, base: Changes, candidates: Sequence[Changes], before: int) -> list[tuple[Advice, Changes]]:
+    """Those of the candidates that help on top of `base`, best first."""
+    found = []
+    for candidate in candidates:
+        changes = {**base, **candidate}
+        after = trial.excess_with(changes)
+        if after is not None and (not after or before - after >= WORTH_SAYING_BYTES):
+            found.append((Advice(" ".join(f"{path}={show(value)}" for path, value in changes.items()), after), changes))
+    return sorted(found, key=lambda item: item[0].excess)
+
+
+def _combined(trial: _Trial, candidates: Sequence[Changes], before: int) -> Iterator[Advice]:
+    """Changes added one by one, the most helpful first, until everything fits; nothing where that is not reached."""
+    changes: Changes = {}
+    for _ in range(MAX_COMBINED):
+        helpful = _helpful(trial, changes, candidates, before)
+        if not helpful:
+            return
+        advice, changes = helpful[0]
+        before = advice.excess
+        if not before:
+            yield advice
+            return
+
+
+def _changed(section: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a frozen section with one key below it changed."""
+    assert isinstance(section, BaseModel)
+    first, *rest = path
+    return section.model_copy(update={first: _changed(getattr(section, first), rest, value) if rest else value})
 
 
 def _excess(estimate: MemoryEstimate) -> int:
@@ -65,38 +139,42 @@ def _excess(estimate: MemoryEstimate) -> int:
     return max([0, *(pool.peak - pool.limit for pool in estimate.pools.values() if pool.limit is not None)])
 
 
-def _candidates(config: Config, plan: Plan) -> Iterator[str]:
+def _roles_known(estimate: MemoryEstimate) -> frozenset[Role]:
+    """The roles of pools whose memory is known: a role of unknown size hides the others of its pool."""
+    return frozenset(role for pool in estimate.pools.values() for role in pool.roles)
+
+
+def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     """Smaller passes, offload, tensor parallelism, less cache, another division."""
     models = config.actor_rollout_ref
-    for section, micro in (
-        ("actor_rollout_ref.actor", models.actor.ppo_micro_batch_size_per_gpu),
-        ("critic", config.critic.ppo_micro_batch_size_per_gpu),
-    ):
+    micro_batches = {
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": models.actor.ppo_micro_batch_size_per_gpu,
+        "critic.ppo_micro_batch_size_per_gpu": config.critic.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": models.ref.log_prob_micro_batch_size_per_gpu,
+    }
+    for key, micro in micro_batches.items():
         while micro is not None and micro > 1:
             micro //= 2
-            yield f"{section}.ppo_micro_batch_size_per_gpu={micro}"
-    ref_micro = models.ref.log_prob_micro_batch_size_per_gpu
-    if ref_micro is not None and ref_micro > 1:
-        yield f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={ref_micro // 2}"
+            yield {key: micro}
     if not models.model.enable_gradient_checkpointing:
-        yield "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+        yield {"actor_rollout_ref.model.enable_gradient_checkpointing": True}
     if not config.critic.model.enable_gradient_checkpointing:
-        yield "critic.model.enable_gradient_checkpointing=true"
+        yield {"critic.model.enable_gradient_checkpointing": True}
     for section in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
-        yield f"{section}.optimizer_offload=true"
-        yield f"{section}.param_offload=true {section}.optimizer_offload=true"
-    yield "actor_rollout_ref.ref.fsdp_config.param_offload=true"
+        yield {f"{section}.optimizer_offload": True}
+        yield {f"{section}.param_offload": True, f"{section}.optimizer_offload": True}
+    yield {"actor_rollout_ref.ref.fsdp_config.param_offload": True}
     if not models.rollout.free_cache_engine:
-        yield "actor_rollout_ref.rollout.free_cache_engine=true"
+        yield {"actor_rollout_ref.rollout.free_cache_engine": True}
     on_a_node = max(plan.pool_of(Role.Rollout).counts_by_node.values())
     parallel = models.rollout.tensor_model_parallel_size
     while parallel < min(on_a_node, 8):
         parallel *= 2
-        yield f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}"
+        yield {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
     for utilization in (0.4, 0.3, 0.2):
         if utilization < models.rollout.gpu_memory_utilization:
-            yield f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization}"
-    yield "placement.strategy=standard"
-    yield "placement.strategy=split"
+            yield {"actor_rollout_ref.rollout.gpu_memory_utilization": utilization}
+    yield {"placement.strategy": "standard"}
+    yield {"placement.strategy": "split"}
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
-        yield f"placement.strategy=split placement.split.actor_gpus_per_node={actor_gpus}"
+        yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}

@@ -66,6 +66,7 @@ def _sharding(config: Config, plan: Plan) -> Iterator[str]:
 def _batches(config: Config, plan: Plan) -> Iterator[str]:
     """Every role cuts the batch of train_batch_size x n sequences over its own ranks."""
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    num_mini_batches = max(1, prompts // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     reported: set[int] = set()
     for role in plan.roles:
         parts = data_parallel_size(config, plan, role)
@@ -73,7 +74,7 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
             reported.add(parts)
             yield (
                 f"data.train_batch_size={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} equal "
-                f"parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts)}"
+                f"parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts, num_mini_batches)}"
             )
 
 
@@ -114,8 +115,8 @@ def _sequences(prompts: int, samples: int) -> str:
     return f"{prompts} sequences" if samples == 1 else f"{prompts} prompts x {samples} samples"
 
 
-def _neighbours(prompts: int, samples: int, parts: int) -> str:
-    """The numbers of prompts next to the one given that work."""
-    step = parts // math.gcd(parts, samples)
+def _neighbours(prompts: int, samples: int, parts: int, num_mini_batches: int = 1) -> str:
+    """The numbers of prompts next to the one given that work, also when cut into as many mini-batches as now."""
+    step = parts // math.gcd(parts, samples) * num_mini_batches
     below = prompts // step * step
     return f"{below} or {below + step}" if below else str(below + step)

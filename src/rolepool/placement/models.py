@@ -86,15 +86,15 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
         return _shape_of({**content, **(overrides or {})})
     except (OSError, ValueError) as error:
         raise ShapeUnknown(f"{file} cannot be read ({error})") from error
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError) as error:
         raise ShapeUnknown(
             f"{file} does not describe a Llama-like decoder ({error} is missing or of another type)"
         ) from error
 
 
 def _find_config(path: str) -> Path:
-    folder = Path(path).expanduser()
     try:
+        folder = Path(path).expanduser()
         if (folder / "config.json").is_file():
             return folder / "config.json"
         if folder.is_dir():
@@ -102,7 +102,7 @@ def _find_config(path: str) -> Path:
         cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
         snapshots = (cache / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
         newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ShapeUnknown(f"{path} cannot be looked up ({error})") from error
     if newest is None:
         raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
@@ -110,21 +110,30 @@ def _find_config(path: str) -> Path:
 
 
 def _shape_of(content: dict[str, Any]) -> ModelShape:
-    experts = content.get("num_experts") or content.get("num_local_experts") or content.get("n_routed_experts") or 1
-    num_heads = int(content["num_attention_heads"])
-    intermediate = (
-        content["moe_intermediate_size"] if "moe_intermediate_size" in content else content["intermediate_size"]
-    )
+    hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
     return ModelShape(
-        hidden_size=int(content["hidden_size"]),
-        num_layers=int(content["num_hidden_layers"]),
+        hidden_size=hidden_size,
+        num_layers=_size(content, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=int(content.get("num_key_value_heads") or num_heads),
-        head_dim=int(content.get("head_dim") or int(content["hidden_size"]) // num_heads),
-        intermediate_size=int(intermediate),
-        vocab_size=int(content["vocab_size"]),
+        num_kv_heads=_size(content, "num_key_value_heads", default=num_heads),
+        head_dim=_size(content, "head_dim", default=hidden_size // num_heads),
+        intermediate_size=_size(content, "moe_intermediate_size", "intermediate_size"),
+        vocab_size=_size(content, "vocab_size"),
         tied_embeddings=bool(content.get("tie_word_embeddings", False)),
         attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
-        num_experts=int(experts),
-        num_active_experts=int(content.get("num_experts_per_tok") or 1),
+        num_experts=_size(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
+        num_active_experts=_size(content, "num_experts_per_tok", default=1),
     )
+
+
+def _size(content: dict[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of the entries that is there and not null or 0; models spell "none of these" in all three ways."""
+    name = next((name for name in names if content.get(name)), None)
+    if name is None:
+        if default is None:
+            raise KeyError(names[-1])
+        return default
+    value = content[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise TypeError(f"{name}={value}")
+    return value

@@ -23,7 +23,7 @@ AFTER_CRITIC_UPDATE = ("update_actor", "update_weights", "next_gen")
 
 def places_of_operations(roles: Mapping[Role, str]) -> dict[str, frozenset[str]]:
     """The pools each operation keeps busy, for the operations that this set of roles has."""
-    actor, rollout = roles[Role.Actor], roles[Role.Rollout]
+    actor, rollout = roles.get(Role.Actor), roles.get(Role.Rollout)
     places: dict[str, set[str | None]] = {
         "gen": {rollout},
         "reward": {roles.get(Role.RewardModel, CPU)},

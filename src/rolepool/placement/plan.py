@@ -84,9 +84,6 @@ def place(
     left_out: dict[Role, str] | None = None,
 ) -> Plan:
     """Put pools and roles that are written out on the nodes there are."""
-    missing = [role for role in (Role.Actor, Role.Rollout) if role not in manager.roles]
-    if missing:
-        raise PlacementError(f"role {role} has no pool; every plan needs one" for role in missing)
     slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
     pools = {
         name: PlannedPool(

@@ -64,10 +64,11 @@ class ResourcePoolManager:
             for role, pool in self.mapping.items()
             if pool not in pools
         ]
-        if problems:
-            raise PlacementError(problems)
+        roles, placed_twice = single_roles(self.mapping)
+        if problems or placed_twice:
+            raise PlacementError([*problems, *placed_twice])
         object.__setattr__(self, "resource_pool_dict", pools)
-        object.__setattr__(self, "roles", single_roles(self.mapping))
+        object.__setattr__(self, "roles", roles)
 
     def create_resource_pool(self) -> None:
         """Nothing to do: pools exist once the manager does. Kept for launch scripts that call it."""

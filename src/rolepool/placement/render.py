@@ -36,12 +36,14 @@ def render_plan(plan: Plan, estimate: MemoryEstimate, advice: Sequence[Advice]) 
     return Group(*parts)
 
 
-def print_plan(plan: Plan, estimate: MemoryEstimate, advice: Sequence[Advice]) -> None:
-    """Print to standard output, in colour where that is a terminal."""
+def plan_as_text(plan: Plan, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
+    """What to print, in colour where standard output is a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH_OFF_TERMINAL
-    console.print(render_plan(plan, estimate, advice))
+    with console.capture() as capture:
+        console.print(render_plan(plan, estimate, advice))
+    return capture.get().rstrip("\n")
 
 
 def _letter(index: int) -> str:
@@ -118,7 +120,7 @@ def _cell(holders: list[tuple[int, int]], names: list[str], *, with_rank: bool) 
 
 
 def _legend(plan: Plan, estimate: MemoryEstimate, letters: dict[str, str]) -> Table:
-    table = _table("", "pool", "processes", "roles", "memory per GPU")
+    table = _table("", "pool", "processes", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     for index, (name, pool) in enumerate(plan.pools.items()):
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
         style = _colour(index)
@@ -178,6 +180,9 @@ def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
     lines.extend(
         Text.assemble(("left out: ", "bold"), f"{role}, for {reason}") for role, reason in plan.left_out.items()
     )
+    if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()) and plan.device != "cpu":
+        bound = "give --gpu-memory for a verdict; the KV cache is then held within gpu_memory_utilization"
+        lines.append(Text.assemble(("memory: ", "bold"), bound))
     reasons: dict[str, list[Role]] = {}
     for role, reason in estimate.unknown.items():
         reasons.setdefault(reason, []).append(role)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from rolepool.errors import PlacementError
-
 
 class Role(StrEnum):
     """A model with a job. `ActorRollout` is short for actor and rollout in one place."""
@@ -27,8 +25,8 @@ class Role(StrEnum):
         return (Role.Actor, Role.Rollout) if self is Role.ActorRollout else (self,)
 
 
-def single_roles(mapping: Mapping[Role, str]) -> dict[Role, str]:
-    """The mapping with `actor_rollout` taken apart, in the order of `Role`. Each role may be placed once."""
+def single_roles(mapping: Mapping[Role, str]) -> tuple[dict[Role, str], list[str]]:
+    """The mapping with `actor_rollout` taken apart, in the order of `Role`; and a line for each role placed twice."""
     placed: dict[Role, list[tuple[Role, str]]] = {}
     for written, pool in mapping.items():
         for role in Role(written).parts:
@@ -40,6 +38,4 @@ def single_roles(mapping: Mapping[Role, str]) -> dict[Role, str]:
         for role, places in placed.items()
         if len(places) > 1
     ]
-    if twice:
-        raise PlacementError(twice)
-    return {role: placed[role][0][1] for role in Role if role in placed}
+    return {role: placed[role][0][1] for role in Role if role in placed}, twice

@@ -44,10 +44,13 @@ def _place(pool: ResourcePool, left: list[list[float]]) -> tuple[Slot, ...]:
         if count == 0:
             node += 1
             continue
-        found = next((later for later in range(node, len(left)) if len(_free(left[later], pool.share)) >= count), None)
-        if found is None:
+        for found in range(node, len(left)):
+            free = _free(left[found], pool.share)
+            if len(free) >= count:
+                break
+        else:
             raise PlacementError(_not_enough(pool, entry, node, left))
-        slots.extend(Slot(found, gpu) for gpu in _free(left[found], pool.share)[:count])
+        slots.extend(Slot(found, gpu) for gpu in free[:count])
         node = found + 1
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
@@ -60,10 +63,10 @@ def _free(gpus: list[float], share: float) -> list[int]:
 
 def _not_enough(pool: ResourcePool, entry: int, first_node: int, left: list[list[float]]) -> str:
     count = pool.per_node[entry]
-    of_share = "" if pool.share == 1 else f" with {pool.share:g} of it free"
+    of_share = "" if pool.share == 1 else f" with {pool.share:g} of each free"
     needs = f"{pool.name} needs {count} GPU{'s' if count > 1 else ''}{of_share}"
     if first_node >= len(left):
-        there = f"on a node {first_node}, and there are {len(left)} nodes (0 to {len(left) - 1})"
+        there = f"on node {first_node}, and the last node is {len(left) - 1}"
     else:
         free = [len(_free(gpus, pool.share)) for gpus in left]
         there = f"on node {first_node}, which has {free[first_node]} left"
@@ -71,5 +74,6 @@ def _not_enough(pool: ResourcePool, entry: int, first_node: int, left: list[list
             later = max(range(first_node + 1, len(left)), key=lambda node: free[node])
             there += f" (of the nodes after it, node {later} has most: {free[later]})"
     return (
-        f"Not enough GPUs: {needs} {there}; make the pool smaller, or raise trainer.nnodes or trainer.n_gpus_per_node"
+        f"Not enough GPUs: {needs} {there}; make the pool smaller, or have more GPUs "
+        "(trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
     )

@@ -81,13 +81,12 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         if role not in everything.roles
     ]
     lived_in = {pool for role, pool in everything.roles.items() if role in needed}
-    for name in specs:
+    for name in [name for name in specs if name not in lived_in]:
         unused = [f"{role} ({left_out[role]})" for role, pool in everything.roles.items() if pool == name]
-        if name not in lived_in:
-            why = f"its roles are left out: {', '.join(unused)}" if unused else "no role lives in it"
-            problems.append(
-                f"placement.pools.{name}={list(placement.pools[name].per_node)}: {why}; give it a role or remove it"
-            )
+        why = f"its roles are left out: {', '.join(unused)}" if unused else "no role lives in it"
+        problems.append(
+            f"placement.pools.{name}={list(placement.pools[name].per_node)}: {why}; give it a role or remove it"
+        )
     if problems:
         raise PlacementError(problems)
     return ResourcePoolManager(specs, {role: pool for role, pool in everything.roles.items() if role in needed})
@@ -121,12 +120,16 @@ def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list
     return _divide_whole_nodes(wish.actor_nodes, gpus_per_node)
 
 
+def _up_to(highest: int) -> str:
+    return "1" if highest == 1 else f"1 to {highest}"
+
+
 def _divide_inside_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
     smallest = min(num_gpus for num_gpus in gpus_per_node if num_gpus)
     if wanted is not None and wanted >= smallest:
         raise PlacementError(
             f"placement.split.actor_gpus_per_node={wanted}: leaves the critic none of a node's {smallest}; "
-            + (f"use 1 to {smallest - 1}" if smallest > 1 else "use placement.split.axis=node")
+            + (f"use {_up_to(smallest - 1)}" if smallest > 1 else "use placement.split.axis=node")
         )
     actor = [(num_gpus + 1) // 2 if wanted is None else min(wanted, num_gpus) for num_gpus in gpus_per_node]
     critic = [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]
@@ -148,7 +151,7 @@ def _divide_whole_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple
     if wanted is not None and wanted >= len(nodes):
         raise PlacementError(
             f"placement.split.actor_nodes={wanted}: leaves the critic none of {len(nodes)} nodes; "
-            f"use 1 to {len(nodes) - 1}"
+            f"use {_up_to(len(nodes) - 1)}"
         )
     actor_nodes = set(nodes[: wanted if wanted is not None else (len(nodes) + 1) // 2])
     actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
