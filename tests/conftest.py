@@ -1,0 +1,62 @@
+"""What all tests share: the environment they run in, and two ways to call `rolepool`."""
+
+import os
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture
+def rolepool(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Outcome]:
+    """`rolepool ARGUMENTS` in this process, in the checkout, without colour and with an empty model cache."""
+    from rolepool.cli import main
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty_cache"))
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        code = main(arguments)
+        return Outcome(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def python() -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """`python ARGUMENTS` in a process of its own, in the checkout, on the checkout's source."""
+
+    def call(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        environment.pop("PYTHONUNBUFFERED", None)
+        defaults = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment, "timeout": 120}
+        return subprocess.run([sys.executable, *arguments], **{**defaults, **options})  # type: ignore[call-overload]
+
+    return call

@@ -1,0 +1,322 @@
+"""The command line: exit codes, what is printed where, and the table that people see first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolepool import __version__
+from rolepool.config.built import not_built
+from rolepool.config.schema import all_keys
+
+SNAPSHOT = Path(__file__).parent / "snapshots" / "plan_deepseek7b_split.txt"
+DEEPSEEK_PLAN = (
+    "plan",
+    "recipes/deepseek7b_split.yaml",
+    "actor_rollout_ref.model.path=recipes/shapes/deepseek-llm-7b-chat",
+    "--gpu-memory",
+    "80",
+)
+RECIPES = sorted(path.name for path in (Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
+
+Rolepool = Callable[..., Any]
+
+
+def stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+# Exit codes and help
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_every_command(rolepool: Rolepool, arguments: tuple[str, ...]) -> None:
+    outcome = rolepool(*arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("usage: rolepool COMMAND")
+    for command in ("plan", "config", "train"):
+        assert f"  rolepool {command} " in outcome.out
+
+
+@pytest.mark.parametrize("command", ["plan", "config", "train"])
+def test_every_command_explains_itself(rolepool: Rolepool, command: str) -> None:
+    outcome = rolepool(command, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith(f"usage: rolepool {command} ")
+
+
+def test_the_version_is_printed(rolepool: Rolepool) -> None:
+    assert rolepool("--version") == (0, f"rolepool {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("fly",), "'fly': no such command; there are plan, config, train"),
+        (("plan", "--fast"), "rolepool plan: unrecognized arguments: --fast; see `rolepool plan --help`"),
+        (("plan", "--inventory"), "rolepool plan: argument --inventory: expected one argument"),
+        (("plan", "--gpu", "80"), "rolepool plan: unrecognized arguments: --gpu"),
+        (("plan", "trainer.nodes=2"), "trainer.nodes=2: unknown key; did you mean trainer.nnodes?"),
+        (("plan", "nowhere.yaml"), "config file nowhere.yaml: no such file"),
+        (("plan", "recipes"), "config file recipes: no such file"),
+        (("plan", "nnodes"), "config file nnodes: no such file; give a YAML file, or key=value for an override"),
+        (("plan", "--inventory", "lots"), "--inventory 'lots': write GPUs per node, such as 8,8,4"),
+        (("plan", "--gpu-memory", "lots"), "--gpu-memory 'lots': write the memory of one GPU, such as 80 (GiB)"),
+        (("plan", "trainer.nnodes=2", "--inventory", "8"), "Not enough GPUs: global_pool needs 8 GPUs"),
+        (("config", "trainer.nodes"), "trainer.nodes: unknown key; did you mean trainer.nnodes?"),
+        (("config", "x" * 300), "unknown key; `rolepool config` lists all keys"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line_on_stderr_and_exit_2(
+    rolepool: Rolepool, arguments: tuple[str, ...], expected: str
+) -> None:
+    outcome = rolepool(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+
+
+def test_every_problem_has_a_line_of_its_own(rolepool: Rolepool) -> None:
+    outcome = rolepool("plan", "trainer.nodes=2", "trainer.seed=x", "missing.yaml")
+    assert outcome.code == 2
+    assert [line.split(":")[0] for line in outcome.err.splitlines()] == ["error"] * 3
+
+
+def test_a_file_that_is_no_yaml_is_one_line(rolepool: Rolepool, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [1\n  b: {\n", encoding="utf-8")
+    outcome = rolepool("plan", str(tmp_path / "bad.yaml"))
+    assert outcome.code == 2
+    assert re.fullmatch(r"error: config file .*bad\.yaml: .+\n", outcome.err)
+
+
+def test_files_and_overrides_may_come_in_any_order(rolepool: Rolepool) -> None:
+    one = rolepool("config", "trainer.seed=5", "recipes/demo.yaml", "recipes/demo_split.yaml")
+    other = rolepool("config", "recipes/demo.yaml", "recipes/demo_split.yaml", "trainer.seed=5")
+    assert one == other
+    assert "experiment_name: demo_split" in one.out
+
+
+def test_a_plan_with_counts_that_do_not_divide_is_shown_and_refused(rolepool: Rolepool) -> None:
+    outcome = rolepool("plan", "trainer.n_gpus_per_node=3")
+    assert outcome.code == 2
+    assert "1 pool on 3 of 3 GPUs" in outcome.out
+    assert "error: data.train_batch_size=1024: 1024 sequences cannot be cut into 3 equal parts" in outcome.err
+
+
+# As a program
+
+
+def test_python_dash_m_is_the_same_program(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    fine, wrong = python("-m", "rolepool", "--version"), python("-m", "rolepool", "plan", "trainer.nodes=2")
+    assert (fine.returncode, fine.stdout) == (0, f"rolepool {__version__}\n")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("config",), ("plan",), ("plan", "--json"), ("config", "trainer")])
+def test_a_reader_that_leaves_early_is_no_error(
+    python: Callable[..., subprocess.CompletedProcess[str]], arguments: tuple[str, ...]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = python("-m", "rolepool", *arguments, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# The table
+
+
+def test_the_printed_plan_is_the_one_on_record(rolepool: Rolepool) -> None:
+    """After a change on purpose: UPDATE_SNAPSHOTS=1 python -m pytest tests/unit/test_cli.py, and paste it in README."""
+    outcome = rolepool(*DEEPSEEK_PLAN)
+    assert (outcome.code, outcome.err) == (0, "")
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        SNAPSHOT.write_text(stripped(outcome.out), encoding="utf-8")
+    assert stripped(outcome.out) == stripped(SNAPSHOT.read_text(encoding="utf-8"))
+
+
+def test_the_readme_shows_the_same_grid_and_pools(root: Path) -> None:
+    _, grid, pools, *_ = SNAPSHOT.read_text(encoding="utf-8").split("\n\n")
+    readme = iter(line.rstrip() for line in (root / "README.md").read_text(encoding="utf-8").splitlines())
+    missing = [line for line in stripped(f"{grid}\n{pools}").splitlines() if line not in readme]
+    assert missing == [], "README.md must show these lines in this order"
+
+
+def test_many_nodes_that_look_alike_are_one_row(rolepool: Rolepool) -> None:
+    batches = ("data.train_batch_size=8192", "actor_rollout_ref.actor.ppo_mini_batch_size=8192")
+    out = rolepool("plan", "trainer.nnodes=1024", *batches).out
+    assert re.search(r"^0-1023( +A){8} *$", out, flags=re.MULTILINE)
+
+
+def test_gpus_in_no_pool_and_gpus_in_two_pools_are_shown_so(rolepool: Rolepool) -> None:
+    half = ("placement.strategy=custom", "placement.roles.actor_rollout=a", "placement.roles.critic=b")
+    pools = [f"placement.pools.{name}={{per_node: [1], share: 0.5}}" for name in "ab"]
+    out = rolepool("plan", *half, *pools, "--inventory", "2").out
+    assert re.search(r"^0 +A0 B0 +\. *$", out, flags=re.MULTILINE)
+    assert "1 x 0.5 GPU" in out
+    assert out.startswith("2 pools on 1 of 2 GPUs")
+
+
+def test_a_cpu_plan_speaks_of_slots(rolepool: Rolepool) -> None:
+    out = rolepool("plan", "recipes/demo_split.yaml").out
+    assert out.startswith("2 pools on 2 of 2 CPU slots")
+    assert "slot 0" in out
+    assert "GPU 0" not in out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_plans_without_problems(rolepool: Rolepool, recipe: str) -> None:
+    outcome = rolepool("plan", f"recipes/{recipe}", "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert json.loads(outcome.out)["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "gpu_memory"),
+    [("deepseek7b_split.yaml", "deepseek-llm-7b-chat", "80"), ("qwen0.5b_h200.yaml", "qwen2.5-0.5b", "141GB")],
+)
+def test_a_recipe_fits_the_gpu_it_was_written_for(rolepool: Rolepool, recipe: str, shape: str, gpu_memory: str) -> None:
+    model = f"actor_rollout_ref.model.path=recipes/shapes/{shape}"
+    assert rolepool("plan", f"recipes/{recipe}", model, "--gpu-memory", gpu_memory, "--strict").code == 0
+
+
+# The plan as JSON
+
+
+def test_json_holds_slots_roles_overlaps_and_memory(rolepool: Rolepool) -> None:
+    outcome = rolepool(*DEEPSEEK_PLAN, "--json")
+    document = json.loads(outcome.out)
+    assert document["pools"]["actor_rollout_ref_pool"]["slots"] == [[0, 0], [0, 1], [0, 2], [0, 3]]
+    assert document["pools"]["critic_pool"]["slots"] == [[0, 4], [0, 5], [0, 6], [0, 7]]
+    assert document["roles"] == {
+        "actor": "actor_rollout_ref_pool",
+        "rollout": "actor_rollout_ref_pool",
+        "ref": "actor_rollout_ref_pool",
+        "critic": "critic_pool",
+    }
+    assert ["update_critic", "next_gen"] in document["overlaps"]
+    memory = document["memory"]["pools"]["critic_pool"]
+    assert memory["limit_bytes"] == 80 * 2**30
+    assert memory["fits"] is True
+    assert memory["peak_bytes"] == memory["overhead_bytes"] + memory["roles"]["critic"]["working_bytes"]
+    assert document["memory"]["unknown"] == {}
+    assert (document["problems"], document["advice"]) == ([], [])
+
+
+def test_json_holds_the_problems_too(rolepool: Rolepool) -> None:
+    outcome = rolepool("plan", "trainer.n_gpus_per_node=3", "--json")
+    assert outcome.code == 2
+    problems = json.loads(outcome.out)["problems"]
+    assert [f"error: {problem}" for problem in problems] == outcome.err.splitlines()
+
+
+def test_json_says_what_is_unknown(rolepool: Rolepool) -> None:
+    memory = json.loads(rolepool("plan", "--json").out)["memory"]
+    assert memory["pools"] == {}
+    assert memory["unknown"] == dict.fromkeys(("actor", "rollout", "critic"), "no model path is set")
+
+
+# Inventory and memory
+
+
+def test_an_inventory_is_divided_whole(rolepool: Rolepool) -> None:
+    batches = ("data.train_batch_size=1000", "actor_rollout_ref.actor.ppo_mini_batch_size=1000")
+    document = json.loads(rolepool("plan", "--inventory", "8,8,4", "placement.strategy=split", "--json", *batches).out)
+    assert document["gpus_per_node"] == [8, 8, 4]
+    assert len(document["pools"]["critic_pool"]["slots"]) == 10
+
+
+def test_an_inventory_with_counts_of_the_users_own_is_taken_from(rolepool: Rolepool) -> None:
+    document = json.loads(rolepool("plan", "--inventory", "4,8,8", "trainer.nnodes=1", "--json").out)
+    assert document["pools"]["global_pool"]["slots"] == [[1, gpu] for gpu in range(8)]
+
+
+def test_the_memory_of_a_gpu_decides_the_verdict(rolepool: Rolepool) -> None:
+    *plan, _ = DEEPSEEK_PLAN
+    assert "55.6 of 80.0 GiB, fits" in rolepool(*plan, "80GiB").out
+    assert "of 30.0 GiB, does not fit" in rolepool(*plan, "30").out
+
+
+# Config
+
+
+def test_config_prints_every_key_with_its_value_in_force(rolepool: Rolepool) -> None:
+    import yaml
+
+    outcome = rolepool("config", "recipes/deepseek7b_split.yaml", "+trainer.nnodes=2")
+    tree = yaml.safe_load(outcome.out)
+    assert outcome.code == 0
+    assert (tree["trainer"]["nnodes"], tree["critic"]["ppo_mini_batch_size"]) == (2, 256)
+    for path in all_keys():
+        node = tree
+        for part in path.split("."):
+            assert part in node, path
+            node = node[part]
+
+
+def test_config_of_a_key_explains_it(rolepool: Rolepool) -> None:
+    outcome = rolepool("config", "trainer.nnodes", "trainer.nnodes=3")
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[:4] == [
+        "trainer.nnodes = 3",
+        "  Number of nodes.",
+        "  type: int, at least 1, at most 65536",
+        "  default: 1",
+    ]
+
+
+@pytest.mark.parametrize("key", list(all_keys()))
+def test_every_key_can_be_explained(rolepool: Rolepool, key: str) -> None:
+    outcome = rolepool("config", key)
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"{key} = ")
+    assert all_keys()[key].doc in outcome.out
+    assert ("not built yet" in outcome.out) == bool(not_built([key]))
+
+
+def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
+    outcome = rolepool("config", "placement.split", "data.seed")
+    assert outcome.code == 0
+    shown = re.findall(r"^([a-z][\w.]+) = ", outcome.out, flags=re.MULTILINE)
+    assert shown == [
+        *(f"placement.split.{name}" for name in ("axis", "actor_gpus_per_node", "actor_nodes", "share")),
+        "data.seed",
+    ]
+
+
+# Train
+
+
+def test_train_refuses_keys_that_are_set_and_not_built(rolepool: Rolepool) -> None:
+    refused = not_built(all_keys())
+    assert {"data.train_batch_size", "critic.optim.lr"} <= set(refused), "built by now: name keys that are not"
+    outcome = rolepool("train", "placement.strategy=split", "data.train_batch_size=512", "critic.optim.lr=1e-4")
+    assert (outcome.code, outcome.out) == (2, "")
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert errors[:-1] == [
+        "error: data.train_batch_size=512: not built yet; leave it out",
+        "error: critic.optim.lr=0.0001: not built yet; leave it out",
+    ]
+
+
+def test_train_lists_the_defaults_that_are_not_in_force(rolepool: Rolepool) -> None:
+    outcome = rolepool("train", "placement.strategy=split", "data.train_batch_size=512")
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("defaults not in force yet: ")]
+    listed = re.findall(r"(?:: |, )([a-z][\w.]+)=", line)
+    assert listed == [path for path in not_built(all_keys()) if path != "data.train_batch_size"]
+    assert "trainer.total_epochs=30" in line
+
+
+def test_train_reports_a_wrong_config_as_plan_does(rolepool: Rolepool) -> None:
+    assert rolepool("train", "trainer.nodes=2") == rolepool("plan", "trainer.nodes=2")

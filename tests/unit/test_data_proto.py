@@ -1,0 +1,603 @@
+"""DataProto does what users of verl's protocol expect, and says which keys and sizes are wrong when it cannot."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+
+from rolepool.errors import DataError
+from rolepool.protocol import (
+    DataProto,
+    DataProtoItem,
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    pad_rows,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpad_dataproto,
+)
+from rolepool.protocol.columns import same_tensor, same_value
+
+settings.register_profile("few", max_examples=40, deadline=None)
+settings.load_profile("few")
+
+
+def batch(num_rows: int = 6, **meta_info: Any) -> DataProto:
+    """Dense, bf16 and jagged tensors, objects and numbers; every column says which row it is."""
+    lengths = torch.arange(num_rows) % 4
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values = torch.repeat_interleave(torch.arange(num_rows), lengths)
+    return DataProto.from_dict(
+        tensors={
+            "x": torch.arange(num_rows * 2).reshape(num_rows, 2),
+            "half": torch.arange(num_rows, dtype=torch.bfloat16),
+            "jagged": torch.nested.nested_tensor_from_jagged(values, offsets),
+        },
+        non_tensors={"names": [f"row {i}" for i in range(num_rows)], "scores": np.arange(num_rows) * 1.5},
+        meta_info=meta_info,
+    )
+
+
+def assert_same(a: DataProto, b: DataProto) -> None:
+    assert len(a) == len(b)
+    assert (a.batch is None) == (b.batch is None)
+    assert same_value(
+        dict(a.batch.items()) if a.batch is not None else None, dict(b.batch.items()) if b.batch is not None else None
+    )
+    assert same_value(a.non_tensor_batch, b.non_tensor_batch)
+    assert same_value(a.meta_info, b.meta_info)
+
+
+def rows_in(data: DataProto) -> list[int]:
+    """Which rows of `batch()` these are, after checking that all columns agree."""
+    rows = [int(name.split()[1]) for name in data.non_tensor_batch["names"]]
+    assert data.batch["x"][:, 0].tolist() == [2 * row for row in rows]
+    assert data.batch["half"].tolist() == rows
+    assert [part.tolist() for part in data.batch["jagged"].unbind()] == [[row] * (row % 4) for row in rows]
+    assert data.non_tensor_batch["scores"].tolist() == [1.5 * row for row in rows]
+    assert data.batch.batch_size == torch.Size([len(rows)])
+    return rows
+
+
+# --- making -------------------------------------------------------------------------------------------------------
+
+
+def test_lists_become_object_arrays_with_one_entry_per_row_even_when_they_have_one_length() -> None:
+    data = DataProto.from_dict(non_tensors={"prompts": [[1, 2], [3, 4]]})
+    assert data.non_tensor_batch["prompts"].shape == (2,)
+    assert data.non_tensor_batch["prompts"].dtype == object
+    assert data.batch is None
+    assert len(data) == 2
+
+
+def test_a_single_dict_is_sorted_into_tensors_and_arrays() -> None:
+    data = DataProto.from_single_dict({"x": torch.zeros(2), "n": np.array(["a", "b"], dtype=object)}, {"k": 1})
+    assert list(data.batch.keys()) == ["x"]
+    assert list(data.non_tensor_batch) == ["n"]
+    assert data.meta_info == {"k": 1}
+
+
+def test_several_batch_dimensions_are_kept_when_rows_are_taken() -> None:
+    data = DataProto.from_dict({"x": torch.zeros(4, 3, 5), "y": torch.zeros(4, 3)}, num_batch_dims=2)
+    assert data.batch.batch_size == (4, 3)
+    assert data[1:3].batch.batch_size == (2, 3)
+    assert data[0].batch.batch_size == (3,)
+    assert DataProto.concat(data.chunk(2)).batch.batch_size == (4, 3)
+
+
+def test_a_tensordict_keeps_objects_and_meta_info_both_ways() -> None:
+    data = batch(5, step=3, note={"a": [1]})
+    data.non_tensor_batch["scores"] = data.non_tensor_batch["scores"].astype(object)
+    for part in (data, data[:0]):
+        assert_same(DataProto.from_tensordict(part.to_tensordict()), part)
+    with pytest.raises(DataError, match=r"\['x'\]"):
+        batch(2, x=1).to_tensordict()
+
+
+def test_a_tensordict_with_objects_is_split_into_the_parts() -> None:
+    source = TensorDict({"x": torch.zeros(2), "s": NonTensorStack("a", "b"), "m": "for all"}, batch_size=[2])
+    data = DataProto.from_tensordict(source, meta_info={"k": 1})
+    assert list(data.non_tensor_batch["s"]) == ["a", "b"]
+    assert data.meta_info == {"m": "for all", "k": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(4)}), r"'a': \(3,\), 'b': \(4,\)"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(())}), r"'a': \(\)"),
+        (lambda: DataProto.from_dict({"a": [1, 2]}), "'a': 'list'"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}), r"non_tensor_batch\['n'\] has 1 rows.* 3"),
+        (lambda: DataProto.from_dict(non_tensors={"m": [1], "n": [1, 2]}), r"'n'\] has 2 rows, but 'm' has 1"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}, num_batch_dims=2), r"\['n'\]"),
+        (lambda: DataProto.from_single_dict({"a": "text"}), "'a': 'str'"),
+        (lambda: DataProto(batch={"a": 1}), "batch is a dict"),
+        (lambda: DataProto(non_tensor_batch={"n": [1, 2]}), "'n'.* is a list"),
+        (lambda: DataProto.from_dict({"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}), "jagged"),
+        (lambda: DataProto.from_tensordict(TensorDict({"a": {"b": torch.ones(1)}}, [1])), "flatten_keys"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused_with_its_keys_and_sizes(make: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 7), st.data())
+def test_indexing_selects_the_rows_that_torch_would(num_rows: int, draw: st.DataObject) -> None:
+    data = batch(num_rows)
+    everything = torch.arange(num_rows)
+    bound = st.one_of(st.none(), st.integers(-9, 9))
+    piece = slice(draw.draw(bound), draw.draw(bound), draw.draw(st.sampled_from([None, 1, 2, 3])))
+    assert rows_in(data[piece]) == everything[piece].tolist()
+    assert rows_in(data.slice(piece.start, piece.stop, piece.step)) == everything[piece].tolist()
+
+    mask = draw.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+    for form in (mask, np.array(mask, dtype=bool), torch.tensor(mask, dtype=torch.bool)):
+        assert rows_in(data[form]) == everything[torch.tensor(mask, dtype=torch.bool)].tolist()
+
+    if num_rows:
+        numbers = draw.draw(st.lists(st.integers(-num_rows, num_rows - 1), max_size=9))
+        for form in (numbers, np.array(numbers, dtype=np.int32), torch.tensor(numbers, dtype=torch.int64)):
+            assert rows_in(data.select_idxs(form)) == everything[torch.tensor(numbers, dtype=torch.int64)].tolist()
+
+
+def test_an_int_gives_an_item_and_iteration_gives_all_of_them() -> None:
+    data = batch(6, step=1)
+    for index in (4, -2, np.int64(4), torch.tensor(4)):
+        item = data[index]
+        assert isinstance(item, DataProtoItem)
+        assert item.batch["x"].tolist() == [8, 9]
+        assert item.non_tensor_batch["names"] == "row 4"
+        assert item.meta_info == {"step": 1}
+    assert data[3].batch["jagged"].tolist() == [3, 3, 3]
+    assert [item.non_tensor_batch["names"] for item in data] == [f"row {i}" for i in range(6)]
+
+
+def test_reversed_and_strided_slices_work() -> None:
+    assert rows_in(batch(6)[::-1]) == [5, 4, 3, 2, 1, 0]
+    assert rows_in(batch(6)[5:1:-2]) == [5, 3]
+
+
+@pytest.mark.parametrize("index", [6, -7, [0, 6], [True] * 5, [[0, 1]], [0.5], "x", None], ids=str)
+def test_rows_that_are_not_there_are_refused(index: Any) -> None:
+    with pytest.raises(DataError, match=r"6 rows|selected by"):
+        batch(6)[index]
+
+
+def test_a_row_number_beyond_the_batch_is_an_index_error_too() -> None:
+    with pytest.raises(IndexError):
+        batch(2)[2]
+
+
+@given(st.integers(1, 5), st.integers(0, 4))
+def test_chunks_concatenated_are_the_batch(num_chunks: int, chunk_size: int) -> None:
+    data = batch(num_chunks * chunk_size, step=1)
+    chunks = data.chunk(num_chunks)
+    assert [len(chunk) for chunk in chunks] == [chunk_size] * num_chunks
+    assert_same(DataProto.concat(chunks), data)
+
+
+@given(st.integers(0, 9), st.integers(1, 4))
+def test_with_padding_enabled_chunks_differ_by_at_most_one_row(num_rows: int, num_chunks: int) -> None:
+    data = batch(num_rows)
+    data.meta_info |= DataProto.from_dict(auto_padding=True).meta_info
+    sizes = [len(chunk) for chunk in data.chunk(num_chunks)]
+    assert len(sizes) == num_chunks
+    assert max(sizes) - min(sizes) <= 1
+    assert rows_in(DataProto.concat(data.chunk(num_chunks))) == list(range(num_rows))
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_splits_have_the_asked_size_except_the_last(num_rows: int, split_size: int) -> None:
+    parts = batch(num_rows).split(split_size)
+    assert all(len(part) == split_size for part in parts[:-1])
+    assert rows_in(DataProto.concat(parts)) == list(range(num_rows))
+
+
+@given(st.integers(0, 5), st.integers(0, 4))
+def test_repeat_interleaves_rows_or_repeats_the_batch(num_rows: int, times: int) -> None:
+    data = batch(num_rows)
+    assert rows_in(data.repeat(times, interleave=True)) == [row for row in range(num_rows) for _ in range(times)]
+    assert rows_in(data.repeat(times, interleave=False)) == list(range(num_rows)) * times
+
+
+def test_every_row_can_be_repeated_its_own_number_of_times() -> None:
+    for counts in ([2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), torch.tensor([2, 0, 1])):
+        assert rows_in(batch(3).sample_level_repeat(counts)) == [0, 0, 2]
+    with pytest.raises(DataError, match="3 counts"):
+        batch(3).sample_level_repeat([1, 2])
+
+
+def test_reorder_changes_the_batch_itself_and_takes_permutations_only() -> None:
+    data = batch(4)
+    data.reorder(torch.tensor([2, 0, 3, 1]))
+    assert rows_in(data) == [2, 0, 3, 1]
+    for wrong in ([0, 1, 2], [0, 0, 1, 2]):
+        with pytest.raises(DataError, match="every one of 4 rows once"):
+            data.reorder(wrong)
+
+
+def test_slices_share_memory_and_gathered_rows_do_not() -> None:
+    data = batch(6)
+    data[2:4].batch["x"][0] = -1
+    assert data.batch["x"][2].tolist() == [-1, -1]
+    data[[3]].batch["x"][0] = -2
+    assert data.batch["x"][3].tolist() == [6, 7]
+
+
+def test_adding_keys_to_a_part_leaves_the_whole_alone() -> None:
+    data = batch(6, step=1)
+    for part in (data[:3], data.select(), data.chunk(2)[0], copy.copy(data), data[[0]]):
+        part.batch["new"] = torch.zeros(len(part))
+        part.non_tensor_batch["new"] = np.zeros(len(part))
+        part.meta_info["new"] = 1
+        part.pop(batch_keys=["x"])
+    assert sorted(data.batch.keys()) == ["half", "jagged", "x"]
+    assert data.meta_info == {"step": 1}
+
+
+def test_jagged_columns_with_the_same_lengths_stay_combinable_through_all_row_operations() -> None:
+    data = batch(6)
+    data.batch["other"] = data.batch["jagged"] * 10
+    for part in (data[1:4], data[[3, 1, 1]], DataProto.concat(data.chunk(2)), data.repeat(2), pad_rows(data, 2)):
+        part.batch["jagged"] + part.batch["other"]
+
+
+def test_concat_names_the_keys_that_differ() -> None:
+    with pytest.raises(DataError, match=r"batches 0 and 1 .*\['a'\] and \['b'\]"):
+        DataProto.concat([DataProto.from_dict({"a": torch.ones(1)}), DataProto.from_dict({"b": torch.ones(1)})])
+    with pytest.raises(DataError, match=r"'a' cannot be concatenated: float32\[1, 2\].*float32\[1, 3\]"):
+        DataProto.concat([DataProto.from_dict({"a": torch.ones(1, n)}) for n in (2, 3)])
+    with pytest.raises(DataError, match="empty"):
+        DataProto.concat([])
+
+
+def test_concat_gathers_the_metrics_of_the_ranks_and_refuses_other_differences() -> None:
+    parts = [DataProto(meta_info={"metrics": {"loss": rank}, "step": 1}) for rank in range(2)]
+    assert DataProto.concat(parts).meta_info == {"metrics": {"loss": [0, 1]}, "step": 1}
+    parts[1].meta_info["step"] = 2
+    with pytest.raises(DataError, match=r"'step' is 1 .* 2"):
+        DataProto.concat(parts)
+
+
+def test_chunk_and_split_say_what_does_not_divide() -> None:
+    with pytest.raises(DataError, match=r"7 rows .* 2 equal chunks"):
+        batch(7).chunk(2)
+    with pytest.raises(DataError, match="parts of 0 rows"):
+        batch(7).split(0)
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_select_takes_all_of_a_part_by_default_and_nothing_for_an_empty_list() -> None:
+    data = batch(4, step=1, other=2)
+    selected = data.select(batch_keys=["x"], non_tensor_batch_keys=[], meta_info_keys=["step"])
+    assert list(selected.batch.keys()) == ["x"]
+    assert selected.non_tensor_batch == {}
+    assert selected.meta_info == {"step": 1}
+    assert len(data.select(batch_keys=[], non_tensor_batch_keys=[])) == 4
+    data.select(deepcopy=True).batch["x"].zero_()
+    assert rows_in(data) == [0, 1, 2, 3]
+
+
+def test_pop_moves_keys_out_of_the_batch() -> None:
+    data = batch(4, step=1)
+    popped = data.pop(batch_keys=["x"], non_tensor_batch_keys=["names"], meta_info_keys=["step"])
+    assert list(popped.batch.keys()) == ["x"]
+    assert list(popped.non_tensor_batch) == ["names"]
+    assert popped.meta_info == {"step": 1}
+    assert sorted(data.batch.keys()) == ["half", "jagged"]
+    assert list(data.non_tensor_batch) == ["scores"]
+    assert len(data.pop(non_tensor_batch_keys=["scores"])) == 4
+
+
+def test_a_missing_key_is_named_and_nothing_is_taken() -> None:
+    data = batch(4)
+    for operation in (data.select, data.pop):
+        with pytest.raises(DataError, match=r"batch has no keys \['y'\]; it has \['half', 'jagged', 'x'\]"):
+            operation(batch_keys=["x", "y"])
+    assert rows_in(data) == [0, 1, 2, 3]
+
+
+def test_rename_changes_the_batch_and_can_swap() -> None:
+    data = batch(2)
+    assert data.rename("x", "y") is data
+    assert torch.equal(data.rename(["y", "names"], ["x", "labels"]).batch["x"], batch(2).batch["x"])
+    assert list(data.rename("labels", "names").non_tensor_batch) == ["scores", "names"]
+    data.rename(["x", "half"], ["half", "x"])
+    assert data.batch["x"].dtype == torch.bfloat16
+    with pytest.raises(DataError, match=r"\['jagged'\]"):
+        data.rename("x", "jagged")
+    with pytest.raises(DataError, match=r"no keys \['nothing'\]"):
+        data.rename("nothing", "y")
+    with pytest.raises(DataError, match="1 old keys"):
+        data.rename("x", ["a", "b"])
+
+
+def test_union_adds_columns_and_accepts_equal_ones() -> None:
+    data = batch(4, step=1)
+    other = batch(4, step=1, more=2).union(DataProto.from_dict({"y": torch.full((4,), torch.nan)}))
+    assert data.union(other) is data
+    assert sorted(data.batch.keys()) == ["half", "jagged", "x", "y"]
+    assert data.meta_info == {"step": 1, "more": 2}
+    data.union(copy.deepcopy(data))
+    only_objects = DataProto.from_dict(non_tensors={"n": list("abcd")})
+    assert sorted(only_objects.union(data).batch.keys()) == ["half", "jagged", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (DataProto.from_dict({"x": torch.zeros(4, 2, dtype=torch.int64)}), "'x' is in both"),
+        (DataProto.from_dict({"x": torch.zeros(4, 3)}), r"int64\[4, 2\].*float32\[4, 3\]"),
+        (DataProto.from_dict({"y": torch.zeros(5)}), r"4 rows .* 5 \(\['y'\]\)"),
+        (DataProto.from_dict({"y": torch.zeros(4)}, {"names": list("abcd")}), "'names' is in both"),
+        (DataProto.from_dict({"y": torch.zeros(4)}, meta_info={"step": 2}), "'step' is 1 .* 2"),
+    ],
+)
+def test_a_union_of_what_disagrees_is_refused_and_changes_nothing(other: DataProto, message: str) -> None:
+    data = batch(4, step=1)
+    with pytest.raises(DataError, match=message):
+        data.union(other)
+    assert_same(data, batch(4, step=1))
+
+
+def test_union_functions_change_and_return_their_first_argument() -> None:
+    first = TensorDict({"a": torch.ones(2)}, [2])
+    assert union_tensor_dict(first, TensorDict({"b": torch.ones(2)}, [2])) is first
+    assert sorted(first.keys()) == ["a", "b"]
+    with pytest.raises(DataError, match=r"\[2\] .*'a', 'b'.* \[3\]"):
+        union_tensor_dict(first, TensorDict({"b": torch.ones(3)}, [3]))
+    arrays = {"a": np.array([np.nan, 1])}
+    assert union_numpy_dict(arrays, {"a": np.array([np.nan, 1]), "b": np.zeros(2)}) is arrays
+    assert sorted(arrays) == ["a", "b"]
+
+
+# --- padding, folding, iterating ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 7), st.integers(1, 9))
+def test_padding_and_unpadding_is_the_identity(num_rows: int, divisor: int) -> None:
+    data = batch(num_rows, step=1, metrics={"loss": 1.0})
+    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
+    assert len(padded) % divisor == 0
+    assert pad_size < divisor
+    assert rows_in(padded) == [i % num_rows for i in range(num_rows + pad_size)]
+    assert_same(unpad_dataproto(padded, pad_size), data)
+
+
+def test_an_empty_batch_needs_no_padding_to_any_divisor() -> None:
+    data = batch(3)[:0]
+    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
+    with pytest.raises(DataError, match="no row to pad with"):
+        data.padding(1)
+    with pytest.raises(DataError, match="no row to pad with"):
+        pad_rows(data, 1)
+    with pytest.raises(DataError, match=r"4 rows of padding .* 3 rows"):
+        unpad_dataproto(batch(3), 4)
+
+
+def test_padding_appends_the_first_or_the_last_row_in_place() -> None:
+    data = batch(3)
+    data.padding(2)
+    data.padding(1, padding_candidate="last")
+    assert rows_in(data) == [0, 1, 2, 0, 0, 0]
+    data = batch(3)
+    data.padding(2, padding_candidate="last")
+    assert rows_in(data) == [0, 1, 2, 2, 2]
+    with pytest.raises(DataError, match="'middle'"):
+        data.padding(1, padding_candidate="middle")
+
+
+def test_padding_rows_have_zero_masks_and_weights_but_can_be_attended_to() -> None:
+    data = batch(3)
+    data.batch["response_mask"] = torch.ones(3, 4, dtype=torch.int64)
+    data.batch["attention_mask"] = torch.ones(3, 4, dtype=torch.bool)
+    data.batch["loss_mask"] = data.batch["jagged"] * 0 + 1
+    data.batch["position_ids"] = torch.arange(4).expand(3, 4)
+    data.non_tensor_batch["row_weights"] = np.ones(3)
+    padded = pad_rows(data[[1, 0, 2]], 2)
+    assert rows_in(padded) == [1, 0, 2, 1, 1]
+    assert padded.batch["response_mask"].sum(1).tolist() == [4, 4, 4, 0, 0]
+    assert padded.batch["attention_mask"].all()
+    assert [row.tolist() for row in padded.batch["loss_mask"].unbind()] == [[1], [], [1, 1], [0], [0]]
+    assert torch.equal(padded.batch["position_ids"][-1], torch.arange(4))
+    assert padded.non_tensor_batch["row_weights"].tolist() == [1, 1, 1, 0, 0]
+    assert padded.batch["is_padding"].tolist() == [False] * 3 + [True] * 2
+    assert data.batch["response_mask"].all(), "the source keeps its masks"
+    assert_same(unpad_dataproto(padded, 2), data[[1, 0, 2]])
+    assert pad_rows(pad_rows(data, 1), 1).batch["is_padding"].tolist() == [False] * 3 + [True] * 2
+    assert len(pad_rows(DataProto.from_dict(non_tensors={"n": [1]}), 2)) == 3
+
+
+def test_a_masked_mean_over_padded_rows_is_that_of_the_real_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = DataProto.from_dict({"loss": torch.randn(5, 7, generator=generator), "loss_mask": torch.ones(5, 7)})
+
+    def mean(rows: DataProto) -> torch.Tensor:
+        return (rows.batch["loss"] * rows.batch["loss_mask"]).double().sum() / rows.batch["loss_mask"].sum()
+
+    assert mean(pad_rows(data, 3)) == mean(data)
+
+
+def test_auto_padding_is_asked_for_per_batch_or_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not batch(3).is_padding_enabled()
+    data = DataProto.from_dict({"x": torch.zeros(3)}, auto_padding=True)
+    assert data.is_padding_enabled()
+    assert data[:2].is_padding_enabled()
+    monkeypatch.setattr(DataProto, "auto_padding", True)
+    assert batch(3).is_padding_enabled()
+
+
+def test_folding_and_unfolding_is_the_identity() -> None:
+    data = batch(6).select(batch_keys=["x", "half"])
+    folded = fold_batch_dim(data, 3)
+    assert len(folded) == 3
+    assert folded.batch["x"].shape == (3, 2, 2)
+    assert folded.non_tensor_batch["names"].shape == (3, 2)
+    assert_same(unfold_batch_dim(folded), data)
+    with pytest.raises(DataError, match="6 rows cannot be folded into 4"):
+        fold_batch_dim(data, 4)
+    with pytest.raises(DataError, match=r"jagged.*\['jagged'\]"):
+        fold_batch_dim(batch(6), 3)
+    with pytest.raises(DataError, match="'half'"):
+        unfold_batch_dim(data, 2)
+
+
+def test_items_collate_into_the_batch_they_came_from() -> None:
+    data = batch(6)
+    data.non_tensor_batch["scores"] = data.non_tensor_batch["scores"].astype(object)
+    assert_same(collate_fn(list(data)), data)
+    assert rows_in(collate_fn([data[5], data[5]])) == [5, 5]
+    rows = [DataProto.from_dict({"a": torch.ones(1, n)})[0] for n in (1, 2)]
+    with pytest.raises(DataError, match=r"'a' cannot be stacked: float32\[1\].*float32\[2\]"):
+        collate_fn(rows)
+
+
+def test_the_iterator_gives_every_row_once_per_epoch_in_an_order_the_seed_decides() -> None:
+    data = batch(6, step=1)
+    assert [rows_in(part) for part in data.make_iterator(3, epochs=2)] == [[0, 1, 2], [3, 4, 5]] * 2
+
+    def order(seed: int) -> list[int]:
+        parts = list(data.make_iterator(2, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True}))
+        assert all(part.meta_info == {"step": 1} for part in parts)
+        return [row for part in parts for row in rows_in(part)]
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)[:6]) == sorted(order(1)[6:]) == list(range(6))
+    with pytest.raises(DataError, match=r"6 rows .* mini-batches of 4"):
+        data.make_iterator(4, epochs=1)
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------
+
+
+def test_batches_without_tensors_without_rows_or_without_anything_work() -> None:
+    objects = DataProto.from_dict(non_tensors={"n": list("abcd")})
+    assert list(DataProto.concat(objects.chunk(2)).non_tensor_batch["n"]) == list("abcd")
+    assert list(objects.repeat(2)[::2].non_tensor_batch["n"]) == list("abcd")
+    assert objects[1].non_tensor_batch == {"n": "b"}
+    nothing = DataProto(meta_info={"k": 1})
+    assert len(nothing) == 0
+    assert len(nothing.chunk(3)) == 3
+    assert nothing.to("cpu").select().meta_info == {"k": 1}
+    empty = batch(4)[:0]
+    assert rows_in(DataProto.concat([empty, batch(4), empty.repeat(2)])) == [0, 1, 2, 3]
+    assert [rows_in(chunk) for chunk in empty.chunk(2)] == [[], []]
+    assert list(empty) == []
+
+
+def test_copies_are_shallow_or_deep_as_asked() -> None:
+    data = batch(3, note=[1])
+    copy.copy(data).batch["half"][0] = 9
+    assert data.batch["half"][0] == 9
+    deep = copy.deepcopy(data)
+    deep.batch["half"][0] = 0
+    deep.meta_info["note"].append(2)
+    assert data.batch["half"][0] == 9
+    assert data.meta_info == {"note": [1]}
+
+
+def test_moving_changes_the_batch_and_returns_it() -> None:
+    data = batch(3)
+    assert data.to("cpu") is data
+    assert rows_in(data) == [0, 1, 2]
+
+
+def test_the_size_is_reported_with_its_prefix() -> None:
+    data = DataProto.from_dict({"x": torch.zeros(1024, 256), "j": batch(1024).batch["jagged"]})
+    assert data.print_size("rollouts") == "rollouts, 1024 rows, batch 1.01 MiB, non_tensor_batch 0.00 MiB"
+
+
+def test_a_consistency_check_finds_what_was_put_in_by_hand() -> None:
+    data = batch(3)
+    data.non_tensor_batch["short"] = np.zeros(2)
+    with pytest.raises(DataError, match=r"'short'.* 2 rows.* 3"):
+        data.check_consistency()
+
+
+# --- disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_batch_loads_as_it_was(tmp_path: Path) -> None:
+    data = batch(5, step=1)
+    columns = {
+        "complex": torch.ones(5, dtype=torch.complex128) * 1j,
+        "fp8": torch.ones(5, 2).to(torch.float8_e5m2),
+        "view": data.batch["x"][:, 1],
+        "same": data.batch["x"],
+        "empty": torch.zeros(5, 0),
+    }
+    data.union(DataProto.from_dict(columns))
+    data.non_tensor_batch["mixed"] = np.array([None, 1.5, "ü", [1, (2, {"k": np.arange(3)})], {3: b""}], dtype=object)
+    data.non_tensor_batch["mixed"][4] = {3: True, "$tuple": [float("nan")]}
+    data.non_tensor_batch["text"] = np.array(["a", "bc", "", "d", "e"])
+    data.meta_info |= {
+        "scalars": [np.float32(0.1), np.int64(3), np.bool_(True), np.str_("s"), np.complex64(1j)],
+        "tensor": torch.tensor(2.0, dtype=torch.bfloat16),
+        "arrays": (np.zeros((2, 0)), np.array(["x", None], dtype=object)),
+        "ordered": OrderedDict(a=1),
+        "big": 2**100,
+    }
+    for saved in (data, data[:0], data[1:3]):
+        path = tmp_path / "new folder" / "batch.safetensors"
+        saved.save_to_disk(path)
+        loaded = DataProto.load_from_disk(path)
+        assert_same(loaded, saved)
+        assert type(loaded.meta_info["scalars"][0]) is np.float32
+        loaded.batch["x"].zero_()
+        assert list(path.parent.iterdir()) == [path], "no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    "data", [DataProto(), DataProto(meta_info={"a": 1}), DataProto.from_dict(non_tensors={"n": [1]})]
+)
+def test_a_batch_without_tensors_can_be_saved(data: DataProto, tmp_path: Path) -> None:
+    data.save_to_disk(tmp_path / "batch")
+    assert_same(DataProto.load_from_disk(str(tmp_path / "batch")), data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataProto.from_dict(non_tensors={"images": [1, object()]}),
+            r"non_tensor_batch\['images'\]\[1\] is a .*object",
+        ),
+        (DataProto(meta_info={"a": {"b": [1, {2}]}}), r"meta_info\['a'\]\['b'\]\[1\] is a builtins.set"),
+        (DataProto(meta_info={"raw": b"bytes"}), r"meta_info\['raw'\] is a builtins.bytes"),
+    ],
+)
+def test_what_json_cannot_hold_is_named_and_no_file_is_written(data: DataProto, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        data.save_to_disk(tmp_path / "batch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_not_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no batch to load"):
+        DataProto.load_from_disk(tmp_path / "missing")
+    (tmp_path / "junk").write_bytes(b"not a batch at all")
+    with pytest.raises(DataError, match="junk is not a file"):
+        DataProto.load_from_disk(tmp_path / "junk")
+
+
+def test_tensors_count_as_equal_by_value_with_nan_and_signed_zero() -> None:
+    assert same_tensor(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
+    assert not same_tensor(torch.tensor([1.0]), torch.tensor([1]))
+    assert not same_tensor(torch.tensor([1.0]), torch.tensor([2.0]))

@@ -1,0 +1,455 @@
+"""The memory estimate: parameters against public figures, the formulas by hand, and what each setting does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolepool.config import load_config
+from rolepool.placement import Role, build_plan
+from rolepool.placement.memory import (
+    GIB,
+    PROCESS_OVERHEAD_BYTES,
+    MemoryEstimate,
+    RoleMemory,
+    combine,
+    estimate_memory,
+    gathered_bytes,
+    layer_activation_bytes,
+    rollout_role,
+    scoring_role,
+    trained_role,
+    training_activation_bytes,
+)
+from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
+
+ROOT = Path(__file__).parent.parent.parent
+DEEPSEEK = f"actor_rollout_ref.model.path={ROOT / 'recipes/shapes/deepseek-llm-7b-chat'}"
+QWEN = f"actor_rollout_ref.model.path={ROOT / 'recipes/shapes/qwen2.5-0.5b'}"
+
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+TINY = ModelShape(
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=16,
+    vocab_size=32,
+    tied_embeddings=False,
+    attention_bias=False,
+)
+
+
+def write_model(folder: Path, content: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(folder)
+
+
+def estimate(overrides: str, gpu_memory: float | None = None) -> MemoryEstimate:
+    config = load_config(overrides=overrides.split()).config
+    return estimate_memory(config, build_plan(config), None if gpu_memory is None else int(gpu_memory * GIB))
+
+
+def of_role(role: Role, overrides: str, gpu_memory: float | None = None) -> RoleMemory:
+    (found,) = [pool.roles[role] for pool in estimate(overrides, gpu_memory).pools.values() if role in pool.roles]
+    return found
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "num_params"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("deepseek-llm-7b-chat", 6_910_365_696),
+        (QWEN_1_5B, 1_543_714_304),
+        (LLAMA_2_7B, 6_738_415_616),
+        (MIXTRAL_8X7B, 46_702_792_704),
+    ],
+    ids=["qwen2.5-0.5b", "deepseek-llm-7b", "qwen2.5-1.5b", "llama-2-7b", "mixtral-8x7b"],
+)
+def test_parameters_are_counted_as_published(tmp_path: Path, model: str | dict[str, Any], num_params: int) -> None:
+    folder = str(ROOT / "recipes" / "shapes" / model) if isinstance(model, str) else write_model(tmp_path, model)
+    assert read_shape(folder).num_params == num_params
+
+
+def test_a_tiny_model_is_counted_by_hand() -> None:
+    assert TINY.attention_params == 8 * (8 + 4 + 4 + 8)
+    assert TINY.mlp_params == 3 * 8 * 16
+    assert TINY.layer_params == 192 + 384 + 16
+    assert TINY.embedding_params == 32 * 8
+    assert TINY.trunk_params == 2 * 592 + 256 + 8
+    assert TINY.num_params == 1448 + 256
+    assert TINY.num_scalar_head_params == 1448 + 8
+    assert TINY.kv_bytes_per_token == 2 * 2 * 4 * 2
+
+
+def test_all_experts_are_kept_and_only_the_active_ones_compute(tmp_path: Path) -> None:
+    sparse = read_shape(write_model(tmp_path / "moe", MIXTRAL_8X7B))
+    dense = read_shape(
+        write_model(tmp_path / "dense", {**MIXTRAL_8X7B, "num_local_experts": 1, "num_experts_per_tok": 1})
+    )
+    assert (sparse.num_experts, sparse.num_active_experts) == (8, 2)
+    assert sparse.mlp_params == 8 * dense.mlp_params + 8 * 4096
+    assert layer_activation_bytes(sparse) - layer_activation_bytes(dense) == 2 * 4 * 14336
+
+
+def test_experts_of_their_own_width_are_counted_with_it(tmp_path: Path) -> None:
+    qwen3 = {
+        **MIXTRAL_8X7B,
+        "num_local_experts": None,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "head_dim": 128,
+    }
+    shape = read_shape(write_model(tmp_path, qwen3))
+    assert (shape.num_experts, shape.intermediate_size, shape.head_dim) == (128, 768, 128)
+
+
+# Formulas by hand
+
+
+def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:
+    memory = trained_role(
+        1704,
+        TINY,
+        num_shards=4,
+        num_tokens=10,
+        num_logit_tokens=5,
+        checkpointing=True,
+        param_offload=False,
+        optimizer_offload=False,
+    )
+    assert gathered_bytes(TINY) == 2 * 2 * 592
+    assert layer_activation_bytes(TINY) == 2 * (6 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
+    assert memory == RoleMemory(
+        weights=4 * 1704 // 4 + 2368,
+        gradients=1704,
+        optimizer=2 * 1704,
+        activations=10 * (2 * 2 * 8 + 272),
+        logits=5 * 32 * (4 + 4 + 2),
+        idle=1704 + 2 * 1704,
+    )
+    assert memory.working == (1704 + 2368) + 1704 + 3408 + 3040 + 1600
+
+
+def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
+    memory = scoring_role(1456, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, param_offload=False)
+    assert memory == RoleMemory(weights=1456 + 2368, activations=10 * 272, idle=1456)
+
+
+def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
+    memory = rollout_role(TINY, tensor_parallel=2, num_sequences=3, sequence_tokens=10, budget=None, free_cache=True)
+    assert memory == RoleMemory(weights=1704, kv_cache=3 * 10 * 32 // 2, logits=3 * 32 * 4 // 2, idle=1704)
+
+
+def test_the_cache_takes_what_the_budget_leaves_and_at_least_one_sequence() -> None:
+    def cache(budget: int) -> int:
+        return rollout_role(
+            TINY, tensor_parallel=1, num_sequences=10, sequence_tokens=10, budget=budget, free_cache=True
+        ).kv_cache
+
+    weights = 2 * 1704
+    assert cache(weights + 1000) == 1000
+    assert cache(weights + 10_000) == 10 * 10 * 32
+    assert cache(0) == 10 * 32
+
+
+def test_a_pools_peak_is_one_role_at_work_and_the_others_at_rest() -> None:
+    actor, critic = RoleMemory(weights=100, gradients=50, idle=30), RoleMemory(weights=80, idle=60)
+    pool = combine({Role.Actor: actor, Role.Critic: critic}, limit=None)
+    assert (pool.peak, pool.peak_role) == (150 + 60 + PROCESS_OVERHEAD_BYTES, Role.Actor)
+    assert pool.fits is None
+    assert combine({Role.Critic: critic}, limit=80 + PROCESS_OVERHEAD_BYTES).fits is True
+    assert combine({Role.Critic: critic}, limit=79 + PROCESS_OVERHEAD_BYTES).fits is False
+
+
+# What each setting does
+
+
+def test_more_shards_hold_less_each() -> None:
+    eight, four = of_role(Role.Actor, DEEPSEEK), of_role(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4")
+    assert four.optimizer == 2 * eight.optimizer == 2 * 4 * 6_910_365_696 // 4
+    assert four.gradients == 2 * eight.gradients
+    assert four.activations == eight.activations
+
+
+def test_a_sharding_group_smaller_than_the_pool_holds_more() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    assert (
+        of_role(Role.Actor, f"{DEEPSEEK} {key}=2").optimizer
+        == 4 * of_role(Role.Actor, f"{DEEPSEEK} {key}=-1").optimizer
+    )
+
+
+def test_a_role_is_sharded_over_its_own_pool() -> None:
+    split = f"{DEEPSEEK} placement.strategy=split placement.split.actor_gpus_per_node=6"
+    params = read_shape(str(ROOT / "recipes/shapes/deepseek-llm-7b-chat"))
+    assert of_role(Role.Actor, split).gradients == 4 * params.num_params // 6
+    assert of_role(Role.Critic, split).gradients == 4 * params.num_scalar_head_params // 2
+
+
+@pytest.mark.parametrize(
+    ("role", "section"),
+    [(Role.Actor, "actor_rollout_ref.actor.fsdp_config"), (Role.Critic, "critic.model.fsdp_config")],
+)
+def test_offload_empties_the_gpu_while_the_role_rests(role: Role, section: str) -> None:
+    before = of_role(role, DEEPSEEK)
+    without_optimizer = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true")
+    without_both = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true {section}.param_offload=true")
+    assert without_optimizer.idle == before.idle - before.optimizer
+    assert without_both.idle == 0
+    assert before.working == without_optimizer.working == without_both.working
+
+
+def test_an_offloaded_reference_takes_nothing_while_it_rests() -> None:
+    with_reference = f"{DEEPSEEK} actor_rollout_ref.actor.use_kl_loss=true"
+    assert of_role(Role.RefPolicy, with_reference).idle == 2 * 6_910_365_696 // 8
+    assert of_role(Role.RefPolicy, f"{with_reference} actor_rollout_ref.ref.fsdp_config.param_offload=true").idle == 0
+
+
+def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> None:
+    one_layer = layer_activation_bytes(TINY)
+    assert training_activation_bytes(TINY, 7, checkpointing=False) == 7 * 2 * one_layer
+    assert training_activation_bytes(TINY, 7, checkpointing=True) == 7 * (2 * 2 * 8 + one_layer)
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    assert of_role(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * of_role(Role.Actor, DEEPSEEK).activations
+
+
+def test_activations_and_logits_grow_with_the_micro_batch() -> None:
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    one, four = of_role(Role.Actor, f"{DEEPSEEK} {key}=1"), of_role(Role.Actor, f"{DEEPSEEK} {key}=4")
+    assert (four.activations, four.logits) == (4 * one.activations, 4 * one.logits)
+    assert of_role(Role.Actor, DEEPSEEK) == one
+    assert one.logits == 512 * 102400 * (4 + 4 + 2)
+
+
+def test_dynamic_batches_are_counted_by_their_tokens() -> None:
+    actor = "actor_rollout_ref.actor"
+    dynamic = f"{DEEPSEEK} {actor}.use_dynamic_bsz=true {actor}.ppo_max_token_len_per_gpu=4096"
+    fixed = f"{DEEPSEEK} actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+    assert of_role(Role.Actor, dynamic) == of_role(Role.Actor, fixed)
+
+
+def test_a_critic_has_no_logits() -> None:
+    assert of_role(Role.Critic, DEEPSEEK).logits == 0
+
+
+def test_tensor_parallelism_cuts_the_rollouts_weights() -> None:
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    one, four = of_role(Role.Rollout, f"{DEEPSEEK} {key}=1"), of_role(Role.Rollout, f"{DEEPSEEK} {key}=4")
+    assert (one.weights, four.weights) == (2 * 6_910_365_696, 2 * 6_910_365_696 // 4)
+    assert four.kv_cache == one.kv_cache, "four ranks share four times the sequences"
+
+
+def test_utilization_caps_the_rollout_in_its_pools_share_of_the_gpu() -> None:
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+    uncapped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2")
+    capped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2", gpu_memory=80)
+    assert capped.weights + capped.kv_cache == int(80 * GIB * 0.2) < uncapped.weights + uncapped.kv_cache
+    shared = f"{DEEPSEEK} {tensor_parallel} {key}=0.2 placement.strategy=split placement.split.share=0.5"
+    halved = of_role(Role.Rollout, shared, gpu_memory=80)
+    assert halved.weights + halved.kv_cache == int(40 * GIB * 0.2)
+
+
+def test_a_cache_that_is_not_freed_stays_while_others_work() -> None:
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    freed, kept = of_role(Role.Rollout, f"{QWEN} {key}=true"), of_role(Role.Rollout, f"{QWEN} {key}=false")
+    assert kept.idle - freed.idle == kept.kv_cache > 0
+
+
+def test_a_pool_is_measured_against_its_share_of_the_gpu() -> None:
+    shared = estimate(f"{QWEN} placement.strategy=split placement.split.share=0.25", gpu_memory=80)
+    assert {pool.limit for pool in shared.pools.values()} == {20 * GIB}
+    assert {pool.limit for pool in estimate(QWEN, gpu_memory=80).pools.values()} == {80 * GIB}
+
+
+def test_every_role_has_its_own_model() -> None:
+    overrides = (
+        f"{DEEPSEEK} critic.model.path={ROOT}/recipes/shapes/qwen2.5-0.5b "
+        f"reward_model.enable=true reward_model.model.path={ROOT}/recipes/shapes/qwen2.5-0.5b"
+    )
+    qwen = read_shape(f"{ROOT}/recipes/shapes/qwen2.5-0.5b")
+    assert of_role(Role.Critic, overrides).gradients == 4 * qwen.num_scalar_head_params // 8
+    assert of_role(Role.RewardModel, overrides).idle == 2 * qwen.num_scalar_head_params // 8
+    assert of_role(Role.Actor, overrides).gradients == 4 * 6_910_365_696 // 8
+
+
+def test_entries_of_the_models_config_may_be_replaced() -> None:
+    key = "actor_rollout_ref.model.override_config.num_hidden_layers"
+    before, after = of_role(Role.Rollout, QWEN), of_role(Role.Rollout, f"{QWEN} {key}=12")
+    assert after.weights < before.weights
+    assert after.kv_cache == before.kv_cache // 2
+
+
+# Finding the model
+
+
+def test_a_model_is_found_by_its_hub_id_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rolepool: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    snapshots = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-hf" / "snapshots"
+    old = write_model(snapshots / "newer_name", {**LLAMA_2_7B, "num_hidden_layers": 1})
+    os.utime(f"{old}/config.json", (0, 0))
+    write_model(snapshots / "a_name", LLAMA_2_7B)
+    assert read_shape("meta-llama/Llama-2-7b-hf").num_params == 6_738_415_616
+    outcome = rolepool("plan", "actor_rollout_ref.model.path=meta-llama/Llama-2-7b-hf", "--gpu-memory", "80")
+    assert outcome.code == 0
+    assert "memory unknown" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("not json", "cannot be read"),
+        ("[1]", "is not a JSON object"),
+        ({}, "'hidden_size' is missing"),
+        ({**LLAMA_2_7B, "vocab_size": None}, "'vocab_size' is missing"),
+        ({**LLAMA_2_7B, "hidden_size": "wide"}, "hidden_size=wide is missing or of another type"),
+        ({**LLAMA_2_7B, "hidden_size": -4096}, "hidden_size=-4096 is missing or of another type"),
+        ({**LLAMA_2_7B, "hidden_size": 10**400}, "is missing or of another type"),
+        ({**LLAMA_2_7B, "hidden_size": float("inf")}, "hidden_size=inf is missing or of another type"),
+        ({**LLAMA_2_7B, "num_attention_heads": 0}, "'num_attention_heads' is missing"),
+        ({**LLAMA_2_7B, "num_hidden_layers": True}, "num_hidden_layers=True is missing or of another type"),
+    ],
+)
+def test_a_config_that_describes_no_decoder_is_unknown_with_the_reason(
+    tmp_path: Path, content: Any, reason: str
+) -> None:
+    with pytest.raises(ShapeUnknown, match=re.escape(reason)):
+        read_shape(write_model(tmp_path, content))
+
+
+@pytest.mark.parametrize("path", ["no/such-model", "/", "~nobody/model", "a" * 5000, "a\0b", "", "../..", "**"])
+def test_a_model_that_is_not_on_disk_is_unknown_and_the_plan_is_fine(rolepool: Callable[..., Any], path: str) -> None:
+    outcome = rolepool("plan", f"actor_rollout_ref.model.path={path}", "--gpu-memory", "80", "--strict")
+    assert outcome.code == 0
+    assert re.search(r"^A +global_pool .* memory unknown$", outcome.out, flags=re.MULTILINE)
+    assert "memory unknown: actor, rollout, critic: " in outcome.out
+
+
+def test_a_pool_with_one_unknown_model_is_unknown_and_the_others_are_not(rolepool: Callable[..., Any]) -> None:
+    split = ("placement.strategy=split", "critic.model.path=no/such-model", "--gpu-memory", "80")
+    memory = json.loads(rolepool("plan", QWEN, *split, "--json").out)["memory"]
+    assert list(memory["pools"]) == ["actor_rollout_ref_pool"]
+    assert memory["unknown"] == {"critic": "no/such-model is not on disk, and plan never downloads"}
+
+
+# Verdict and advice
+
+
+def test_what_does_not_fit_is_a_warning(rolepool: Callable[..., Any]) -> None:
+    outcome = rolepool("plan", DEEPSEEK, "--gpu-memory", "24")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert "GiB, does not fit" in outcome.out
+    assert re.search(r"warning: global_pool does not fit by \d+\.\d GiB, while \w+ works \(an estimate; ", outcome.out)
+
+
+def test_what_does_not_fit_is_refused_with_strict(rolepool: Callable[..., Any]) -> None:
+    assert rolepool("plan", DEEPSEEK, "--gpu-memory", "24", "--strict").code == 2
+    assert rolepool("plan", DEEPSEEK, "--gpu-memory", "200", "--strict").code == 0
+
+
+def test_on_cpu_slots_no_gpu_memory_is_asked_for(rolepool: Callable[..., Any]) -> None:
+    outcome = rolepool("plan", DEEPSEEK, "trainer.device=cpu", "--gpu-memory", "1", "--strict")
+    assert outcome.code == 0
+    assert "host memory" in outcome.out
+
+
+def excess(outcome: Any) -> int:
+    pools = json.loads(outcome.out)["memory"]["pools"].values()
+    return max([0, *(pool["peak_bytes"] - pool["limit_bytes"] for pool in pools)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (DEEPSEEK, "--gpu-memory", "24"),
+        (DEEPSEEK, "--gpu-memory", "60", "placement.strategy=split", "trainer.n_gpus_per_node=4"),
+        (DEEPSEEK, "--gpu-memory", "40", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32"),
+        (DEEPSEEK, "--gpu-memory", "30", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"),
+        (DEEPSEEK, "--gpu-memory", "40", "actor_rollout_ref.rollout.free_cache_engine=false"),
+        (DEEPSEEK, "--gpu-memory", "20", "--inventory", "8,8,4", "data.train_batch_size=1000",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=100", "actor_rollout_ref.actor.use_kl_loss=true"),
+        ("recipes/deepseek7b_split.yaml", DEEPSEEK, "--gpu-memory", "40"),
+        ("recipes/qwen0.5b_h200.yaml", QWEN, "--gpu-memory", "12"),
+    ],
+)  # fmt: skip
+def test_every_piece_of_advice_applied_gives_what_it_says(
+    rolepool: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    before = rolepool("plan", *arguments, "--json")
+    advice = json.loads(before.out)["advice"]
+    assert advice, "an example without advice shows nothing"
+    assert excess(before) > 0
+    printed = re.findall(r"^  try (.*)  (fits|still .* GiB too much)$", rolepool("plan", *arguments).out, re.MULTILINE)
+    assert [override for override, _ in printed] == [item["override"] for item in advice]
+    for item, (override, effect) in zip(advice, printed, strict=True):
+        after = rolepool("plan", *arguments, *override.split(), "--json")
+        assert after.code == 0
+        assert excess(after) == item["excess_bytes"] < excess(before)
+        left = excess(after) / GIB
+        assert effect == (f"still {left:.1f} GiB too much" if left else "fits")
+        assert (rolepool("plan", *arguments, *override.split(), "--strict").code == 0) == (effect == "fits")
+
+
+def test_advice_never_hides_what_does_not_fit_behind_an_unknown_model(rolepool: Callable[..., Any]) -> None:
+    split = ("placement.strategy=split", "critic.model.path=no/such-model", "--gpu-memory", "24", "--json")
+    outcome = rolepool("plan", DEEPSEEK, *split)
+    assert excess(outcome) > 0
+    assert not [item for item in json.loads(outcome.out)["advice"] if "standard" in item["override"]]
+
+
+def test_where_nothing_helps_the_plan_says_so(rolepool: Callable[..., Any]) -> None:
+    alone = ("trainer.n_gpus_per_node=1", "placement.strategy=split", "placement.split.share=0.5", "--gpu-memory", "20")
+    outcome = rolepool("plan", DEEPSEEK, *alone)
+    assert outcome.code == 0
+    assert "  nothing tried here brings it down; use more GPUs or a smaller model" in outcome.out
+
+
+def test_what_fits_gets_no_advice(rolepool: Callable[..., Any]) -> None:
+    outcome = rolepool("plan", QWEN, "--gpu-memory", "80")
+    assert "try " not in outcome.out
+    assert "warning" not in outcome.out
