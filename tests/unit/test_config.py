@@ -615,7 +615,7 @@ def test_a_group_is_not_a_key() -> None:
         ("critic.optim.lr=true", "must be a number"),
         ("critic.shuffle=1", "must be true or false"),
         ("critic.shuffle=maybe", "must be true or false"),
-        ("trainer.logger=console", "must be a list, such as [1,2]"),
+        ("trainer.logger=5", "must be a list, such as [1,2]"),
         ("placement.pools=5", "must be a mapping, such as {name: value}"),
         ("placement.pools=[2]", "must be a mapping, such as {name: value}"),
         ("trainer.logger={a:1}", "must be a list, such as [1,2]"),
@@ -784,3 +784,21 @@ def test_an_error_survives_the_trip_between_processes() -> None:
     arrived = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert isinstance(arrived, RolepoolError)
     assert (type(arrived), arrived.problems, str(arrived)) == (ConfigError, ("one", "two"), "one\ntwo")
+
+
+def test_a_single_item_of_a_list_needs_no_brackets():
+    assert load_config([], ["trainer.logger=tensorboard"]).config.trainer.logger == ("tensorboard",)
+
+
+def test_a_pool_written_as_a_list_takes_a_share_and_null_removes_a_pool():
+    pools = load_config(
+        [],
+        [
+            "placement.strategy=custom",
+            "placement.pools.a=[2]",
+            "placement.pools.a.share=0.5",
+            "placement.pools.b=[1]",
+            "placement.pools.b=null",
+        ],
+    ).config.placement.pools
+    assert {name: (pool.per_node, pool.share) for name, pool in pools.items()} == {"a": ((2,), 0.5)}

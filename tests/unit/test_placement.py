@@ -643,3 +643,15 @@ def test_memory_is_in_gib_unless_it_says_otherwise(text: str, expected: int) -> 
 def test_what_is_no_memory_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--gpu-memory "):
         parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "mapping", "said"),
+    [
+        ({"pool": 4}, {Role.Actor: "pool"}, "must be a list of processes per node"),
+        ({"pool": [4]}, {"driver": "pool"}, "'driver' is no role"),
+    ],
+)
+def test_a_pool_or_role_that_is_none_is_refused_by_name(spec, mapping, said):
+    with pytest.raises(PlacementError, match=said):
+        ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)

@@ -28,8 +28,8 @@ def follows(key: str) -> Any:
     return Field(default=f"${{{key}}}")
 
 
-def _as_list(value: Any) -> Any:
-    """One file may be written without the brackets."""
+def as_list(value: Any) -> Any:
+    """One item may be written without the brackets."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
@@ -48,4 +48,4 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
+Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(as_list)]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rolepool.config.run_keys import MAX_SLOTS
 from rolepool.config.schema import Config
 
 
@@ -108,6 +109,12 @@ def divisor_near(number: int, at_most: int) -> int:
 
 def _about_the_run(config: Config) -> Iterator[Contradiction]:
     trainer = config.trainer
+    if trainer.nnodes * trainer.n_gpus_per_node > MAX_SLOTS:
+        yield Contradiction(
+            ("trainer.nnodes", "trainer.n_gpus_per_node"),
+            f"trainer.nnodes={trainer.nnodes}: times trainer.n_gpus_per_node={trainer.n_gpus_per_node} is over "
+            f"{MAX_SLOTS} GPUs; use fewer",
+        )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         fix = (
             "set the checkpoint folder"

@@ -186,6 +186,8 @@ def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) ->
         leaves[path] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     elif owner is not None:
         mapping = leaves.get(owner)
+        if owner == "placement.pools" and isinstance(mapping, dict):
+            mapping = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in mapping.items()}
         nested: Any = value
         for part in reversed(path[len(owner) + 1 :].split(".")):
             nested = {part: nested}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Strict, StringConstraints, field_validator, model_validator
 
 from rolepool.config.base import (
     Count,
@@ -16,11 +16,13 @@ from rolepool.config.base import (
     Positive,
     Ratio,
     Section,
+    as_list,
 )
 from rolepool.config.model_keys import KlEstimator
 
 MAX_NODES = 65_536
 MAX_GPUS_PER_NODE = 1_024
+MAX_SLOTS = 2**20
 
 
 class Data(Section):
@@ -101,7 +103,9 @@ class Trainer(Section):
     """Project that loggers file the run under."""
     experiment_name: str = "default"
     """Name of the run."""
-    logger: Annotated[tuple[Literal["console", "tensorboard", "wandb", "mlflow"], ...], Strict(False)] = ("console",)
+    logger: Annotated[
+        tuple[Literal["console", "tensorboard", "wandb", "mlflow"], ...], Strict(False), BeforeValidator(as_list)
+    ] = ("console",)
     """Where metrics go, beside metrics.jsonl in the run folder."""
     save_freq: CountOrMinusOne = -1
     """Save a checkpoint every so many steps; -1 never."""
@@ -168,6 +172,11 @@ class Pool(Section):
 PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$", max_length=64)]
 
 
+def _without_removed(pools: Any) -> Any:
+    """An override `placement.pools.NAME=null` takes a pool of a file away."""
+    return {name: pool for name, pool in pools.items() if pool is not None} if isinstance(pools, dict) else pools
+
+
 class RolePools(Section):
     actor_rollout: str | None = None
     """Pool of actor and rollout together."""
@@ -187,8 +196,8 @@ class Placement(Section):
     strategy: Literal["standard", "split", "custom"] = "standard"
     """One pool for all roles; two pools (actor_rollout_ref_pool and critic_pool); or pools and roles written out."""
     split: Split
-    pools: dict[PoolName, Pool] = Field(default_factory=dict)
-    """With strategy=custom, pools by name: [processes per node], or {per_node: [1], share: 0.5}."""
+    pools: Annotated[dict[PoolName, Pool], BeforeValidator(_without_removed)] = Field(default_factory=dict)
+    """With strategy=custom, pools by name: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
     roles: RolePools
     timeout_s: Positive = 60.0
     """Seconds to wait for the cluster to give what the plan needs."""

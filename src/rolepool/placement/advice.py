@@ -50,6 +50,7 @@ class _Trial:
     gpus_per_node: Sequence[int] | None
     take_all: bool
     known_roles: frozenset[Role]
+    problems_now: frozenset[str]
     plans: dict[str, Plan | None] = field(default_factory=dict)
 
     def excess_with(self, changes: Changes) -> int | None:
@@ -63,7 +64,8 @@ class _Trial:
         if plan is None:
             return None
         estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
-        if find_problems(config, plan) or not self.known_roles <= _roles_known(estimate):
+        new_problems = not self.problems_now.issuperset(find_problems(config, plan))
+        if new_problems or not self.known_roles <= _roles_known(estimate):
             return None
         return _excess(estimate)
 
@@ -91,7 +93,8 @@ def advise(
     before = _excess(estimate)
     if not before:
         return []
-    trial = _Trial(config, gpu_memory_bytes, gpus_per_node, take_all, _roles_known(estimate))
+    problems = frozenset(find_problems(config, plan))
+    trial = _Trial(config, gpu_memory_bytes, gpus_per_node, take_all, _roles_known(estimate), problems)
     candidates = list(_candidates(config, plan))
     best: dict[tuple[str, ...], Advice] = {}
     for advice, changes in _helpful(trial, {}, candidates, before):

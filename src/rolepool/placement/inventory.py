@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES
+from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS
 from rolepool.errors import ConfigError
 
 UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -26,6 +26,8 @@ def parse_inventory(text: str) -> tuple[int, ...]:
         if num_gpus > MAX_GPUS_PER_NODE or len(nodes) + times > MAX_NODES:
             raise ConfigError(f"--inventory {text!r}: at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs")
         nodes.extend([num_gpus] * times)
+    if sum(nodes) > MAX_SLOTS:
+        raise ConfigError(f"--inventory {text!r}: holds {sum(nodes)} GPUs; at most {MAX_SLOTS}")
     if not any(nodes):
         raise ConfigError(f"--inventory {text!r}: holds no GPU; write GPUs per node, such as 8,8,4")
     return tuple(nodes)

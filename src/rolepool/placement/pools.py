@@ -58,6 +58,9 @@ class ResourcePoolManager:
     roles: dict[Role, str] = field(init=False)
 
     def __post_init__(self) -> None:
+        strange = [role for role in self.mapping if role not in list(Role)]
+        if strange:
+            raise PlacementError(f"mapping: {strange[0]!r} is no role; there are {', '.join(Role)}")
         pools = {name: _pool_of(name, spec) for name, spec in self.resource_pool_spec.items()}
         problems = [
             f"placement.roles.{Role(role)}={pool}: no such pool; there are {', '.join(pools) or 'none'}"
@@ -91,4 +94,6 @@ def _pool_of(name: str, spec: Sequence[int] | Mapping[str, Any]) -> ResourcePool
         if unknown or "per_node" not in spec:
             raise PlacementError(f"pool {name}: {dict(spec)} must have per_node and may have share")
         return ResourcePool(name, **spec)
+    if not isinstance(spec, Sequence) or isinstance(spec, str):
+        raise PlacementError(f"pool {name}: {spec!r} must be a list of processes per node, such as [2, 2]")
     return ResourcePool(name, tuple(spec))
