@@ -218,7 +218,7 @@ class RoleProxy:
             for part in _by_value(args, kwargs):
                 cut_batch(part, lists, spec.reads)
         elif spec.dispatch in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE) and (args or kwargs):
-            num_parts = self.dp_size if spec.dispatch is Dispatch.DP_COMPUTE else num_ranks
+            num_parts = self.dp_size if spec.dispatch is Dispatch.DP_COMPUTE and num_ranks > 1 else num_ranks
             lists = [ArgumentList() for _ in range(num_parts)]
             for key, value in _by_value(args, kwargs):
                 if not isinstance(value, list | tuple) or len(value) != num_parts:

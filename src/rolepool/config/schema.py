@@ -90,7 +90,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             yield Key(
                 path=path,
                 type_text=_type_text(field.annotation, field.metadata),
-                default=field.get_default(call_default_factory=True),
+                default=field.get_default(call_default_factory=True, validated_data={}),
                 doc=(field.description or "").strip(),
                 is_text=_allows_text(field.annotation),
                 is_mapping=get_origin(field.annotation) is dict,
