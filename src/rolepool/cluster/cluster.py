@@ -14,7 +14,7 @@ from typing import Self
 import ray
 
 from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import launch
+from rolepool.cluster.launch import Process, launch, launch_helpers
 from rolepool.cluster.nodes import live_nodes, slot_device
 from rolepool.errors import PlacementError
 from rolepool.placement import Plan
@@ -38,6 +38,8 @@ class Cluster:
         run_seed: int = 1,
     ) -> None:
         self.plan = plan
+        self._run_seed = run_seed
+        self._helpers: list[Process] = []
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         self._disconnect = connect(address, num_cpus or num_processes + 1, plan.device)
         try:
@@ -52,6 +54,13 @@ class Cluster:
     def _all_groups(self) -> Iterator[WorkerGroup]:
         yield from self.groups.values()
 
+    def add_helpers(self, name: str, count: int) -> WorkerGroup:
+        """A pool of processes beside the plan's, without GPUs."""
+        processes = launch_helpers(name, count, run_seed=self._run_seed)
+        self._helpers.extend(processes)
+        self.groups[name] = WorkerGroup(name, processes, self._all_groups)
+        return self.groups[name]
+
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
         """A role, in whichever pool the plan has it."""
         for group in self.groups.values():
@@ -62,6 +71,8 @@ class Cluster:
     def close(self) -> None:
         """End every process, give the resources back, and leave Ray."""
         try:
+            for process in self._helpers:
+                ray.kill(process.actor)
             self._launched.close()
         finally:
             self._disconnect()

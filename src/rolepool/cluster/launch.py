@@ -73,7 +73,8 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         }
         found = _await_start(started)
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
-        _form_pools(plan, processes, "cpu" if device == "cpu" else plan.device, run_seed)
+        counts = {name: pool.counts_by_node for name, pool in plan.pools.items()}
+        _form_pools(counts, processes, "cpu" if device == "cpu" else plan.device, run_seed)
     except BaseException:
         for actors in started.values():
             for actor in actors:
@@ -81,6 +82,24 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         remove_placement_group(group)
         raise
     return Launched(processes, group)
+
+
+def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
+    """Processes beside the plan's, which take no GPU and wait for no CPU: for light work such as rule rewards."""
+    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
+    actors = [actor_class.options(num_cpus=0, num_gpus=0, max_restarts=0).remote() for _ in range(count)]
+    try:
+        found = _await_start({name: actors})[name]
+        processes = [
+            Process(actor, rank, Slot(0, rank), place.address, place.pid)
+            for rank, (actor, place) in enumerate(zip(actors, found, strict=True))
+        ]
+        _form_pools({name: {0: count}}, {name: processes}, "cpu", run_seed)
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor)
+        raise
+    return processes
 
 
 # Resources
@@ -213,11 +232,12 @@ def _match(
     ]
 
 
-def _form_pools(plan: Plan, processes: dict[str, list[Process]], device: str, run_seed: int) -> None:
+def _form_pools(
+    counts: dict[str, dict[int, int]], processes: dict[str, list[Process]], device: str, run_seed: int
+) -> None:
     """Give every process its rank, and let those of a pool meet in one process group; all pools side by side."""
     masters = {}
     for name, members in processes.items():
-        counts = plan.pools[name].counts_by_node
         seen: dict[int, int] = {}
         for process in members:
             local_rank = seen.get(process.slot.node, 0)
@@ -227,7 +247,7 @@ def _form_pools(plan: Plan, processes: dict[str, list[Process]], device: str, ru
                 rank=process.rank,
                 world_size=len(members),
                 local_rank=local_rank,
-                local_world_size=counts[process.slot.node],
+                local_world_size=counts[name][process.slot.node],
                 device=device,
                 run_seed=run_seed,
             )

@@ -139,7 +139,7 @@ class WorkerProcess:
         context = self._assignment.context(name, tp_size)
         self._reseed(name, context.init_seed)
         try:
-            with self._as_role(name, "__init__"), made_in(context):
+            with self._as_role(name, "__init__"), made_in(context, self._roles):
                 self._roles[name] = worker_class(*args, **kwargs)
         except WorkerError as error:
             self._failed_roles[name] = error

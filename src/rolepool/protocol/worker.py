@@ -6,10 +6,11 @@ Owns `Worker` and the context it is made in. Does not know how calls arrive.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 
@@ -64,13 +65,15 @@ def derive_seed(*parts: object) -> int:
 _OUTSIDE = WorkerContext()
 """Of a worker that no process of a pool made."""
 
-_context: ContextVar[WorkerContext] = ContextVar("worker_context", default=_OUTSIDE)
+_context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(
+    "worker_context", default=(_OUTSIDE, MappingProxyType({}))
+)
 
 
 @contextmanager
-def made_in(context: WorkerContext) -> Iterator[None]:
-    """Workers constructed inside the block get this context."""
-    token = _context.set(context)
+def made_in(context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> Iterator[None]:
+    """Workers constructed inside the block get this context, and see the roles that share their process."""
+    token = _context.set((context, {} if siblings is None else siblings))
     try:
         yield
     finally:
@@ -78,13 +81,15 @@ def made_in(context: WorkerContext) -> Iterator[None]:
 
 
 class Worker:
-    """A role. `self.context` and the short cuts below are there before `__init__` runs."""
+    """A role. `self.context`, `self.siblings` and the short cuts below are there before `__init__` runs."""
 
     context: WorkerContext
+    siblings: Mapping[str, Worker]
+    """The roles of this process by name, as they are at the time of asking: roles of one pool may share memory."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
-        worker.context = _context.get()
+        worker.context, worker.siblings = _context.get()
         return worker
 
     @property

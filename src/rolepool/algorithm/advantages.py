@@ -1,0 +1,207 @@
+"""How much better each token was than expected: the advantage estimators.
+
+Tensors are [rows, tokens]. `response_mask` is 1 on the tokens the policy wrote; it may have holes (tool turns), and
+rows without a 1 are padding. Time runs over the kept tokens only: a hole is stepped over, neither discounted nor
+reset at. Rewards outside the mask are not counted, so a response's score belongs on its last kept token.
+
+Every estimator returns (advantages, returns), both 0 outside the mask. Padding rows change nothing, not even the
+statistics of a group whose id they carry. `index` holds one group id (uid) per row: rows of one prompt share it.
+Knows nothing of the critic or the rewards' origin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolepool.algorithm.masked import keep_masked, masked_sum, masked_whiten
+from rolepool.errors import DataError
+
+GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
+
+
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016), whitened over all kept tokens.
+
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t     = delta_t + gamma lam A_{t+1}        with V and A 0 after the last token
+    R_t     = A_t + V_t                          from A before whitening
+    """
+    rewards, values = keep_masked(token_level_rewards, response_mask), keep_masked(values, response_mask)
+    advantages = torch.zeros_like(rewards + values)
+    next_value = next_advantage = advantages.new_zeros(len(advantages))
+    for t in reversed(range(advantages.shape[-1])):
+        kept = response_mask[:, t].bool()
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(kept, values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return masked_whiten(advantages, response_mask), keep_masked(advantages + values, response_mask)
+
+
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GRPO (Shao et al. 2024): a response's score against those of its group, the same for all its tokens.
+
+    s_i = sum_t r_it
+    A_it = (s_i - mean_group(s)) / (std_group(s) + epsilon)      std over n - 1
+    A_it =  s_i - mean_group(s)                                  if not norm_adv_by_std_in_grpo (Dr. GRPO)
+
+    A group of one has nothing to compare with: mean 0 and std 1 are taken, so its score is left as it is
+    (divided by 1 + epsilon).
+    """
+    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
+    alone = size_of_row == 1
+    centred = torch.where(alone, scores, scores - _group_sums(scores, group_of_row) / size_of_row)
+    if norm_adv_by_std_in_grpo:
+        variance = _group_sums(centred.square(), group_of_row) / (size_of_row - 1).clamp(min=1)
+        centred = centred / (torch.where(alone, torch.ones_like(variance), variance.sqrt()) + epsilon)
+    return _same_for_all_tokens(centred, response_mask)
+
+
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score against the mean of the others.
+
+    A_it = s_i - 1/(n - 1) sum_{j != i} s_j = n/(n - 1) (s_i - mean_group(s))      with s_i = sum_t r_it
+
+    A group of one has no others: its score is left as it is.
+    """
+    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
+    others = (_group_sums(scores, group_of_row) - scores) / (size_of_row - 1).clamp(min=1)
+    return _same_for_all_tokens(torch.where(size_of_row == 1, scores, scores - others), response_mask)
+
+
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """ReMax (Li et al. 2024): the rewards from a token on, less the score b_i of the prompt's greedy response.
+
+    R_it = sum_{u >= t} r_iu
+    A_it = R_it - b_i                            reward_baselines is [rows]
+    """
+    returns = _discounted_returns(token_level_rewards, response_mask, gamma=1.0)
+    return keep_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
+
+
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025): discounted returns, whitened over all kept tokens.
+
+    R_it = sum_{u >= t} gamma^(u - t) r_iu
+    A_it = (R_it - mean(R)) / std(R)
+    """
+    returns = _discounted_returns(token_level_rewards, response_mask, gamma)
+    return masked_whiten(returns, response_mask), returns
+
+
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a baseline: the score less the group's mean, whitened over all kept tokens of the batch.
+
+    B_it = s_i - mean_group(s)                   with s_i = sum_t r_it
+    A_it = (B_it - mean(B)) / std(B)
+
+    A group of one has no baseline: its score goes into the whitening as it is.
+    """
+    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
+    centred = torch.where(size_of_row == 1, scores, scores - _group_sums(scores, group_of_row) / size_of_row)
+    advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
+    return advantages, advantages
+
+
+def compute_advantage(
+    adv_estimator: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    norm_adv_by_std_in_grpo: bool,
+    values: Tensor | None = None,
+    index: GroupIndex | None = None,
+    reward_baselines: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) by the estimator of that name, which takes from the arguments what it needs."""
+
+    def needed(argument: Any, name: str) -> Any:
+        if argument is None:
+            raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
+        return argument
+
+    rewards, mask = token_level_rewards, response_mask
+    match adv_estimator:
+        case "gae":
+            return compute_gae_advantage_return(rewards, needed(values, "values"), mask, gamma, lam)
+        case "grpo":
+            return compute_grpo_outcome_advantage(
+                rewards, mask, needed(index, "index"), norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
+            )
+        case "rloo":
+            return compute_rloo_outcome_advantage(rewards, mask, needed(index, "index"))
+        case "remax":
+            return compute_remax_outcome_advantage(rewards, needed(reward_baselines, "reward_baselines"), mask)
+        case "reinforce_plus_plus":
+            return compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma)
+        case "reinforce_plus_plus_baseline":
+            return compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, needed(index, "index"))
+    raise ValueError(
+        f"unknown advantage estimator {adv_estimator!r}; choose from gae, grpo, rloo, remax, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline"
+    )
+
+
+def _discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over the kept tokens."""
+    rewards = keep_masked(token_level_rewards, response_mask)
+    returns = torch.zeros_like(rewards)
+    running = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[-1])):
+        running = torch.where(response_mask[:, t].bool(), rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return keep_masked(returns, response_mask)
+
+
+def _scores_and_groups(
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row: its score, its group's number, and how many rows its group has. Padding rows are group 0."""
+    scores = masked_sum(token_level_rewards, response_mask, axis=-1)
+    if len(index) != len(scores):
+        raise DataError(f"index holds {len(index)} group ids for {len(scores)} rows")
+    numbers: dict[Any, int] = {}
+    is_real = response_mask.bool().any(dim=-1).tolist()
+    rows = zip(index, is_real, strict=True)
+    numbers_of_rows = [numbers.setdefault(uid, len(numbers) + 1) if real else 0 for uid, real in rows]
+    group_of_row = torch.tensor(numbers_of_rows, dtype=torch.long, device=scores.device)
+    return scores, group_of_row, _group_sums(torch.ones_like(scores), group_of_row)
+
+
+def _group_sums(numbers: Tensor, group_of_row: Tensor) -> Tensor:
+    """Of every row: the sum over its group."""
+    sums = numbers.new_zeros(len(numbers) + 1).index_add(0, group_of_row, numbers)
+    return sums[group_of_row]
+
+
+def _same_for_all_tokens(scores: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    advantages = keep_masked(scores.unsqueeze(-1).expand(response_mask.shape), response_mask)
+    return advantages, advantages

@@ -1,0 +1,173 @@
+"""The losses of policy and critic, exact however a mini-batch is cut up.
+
+Every loss and every metric here is a sum over rows divided by a count of the *whole* mini-batch. Handed the counts
+of the whole (`LossCounts`), a call on some of its rows returns that part's share, and the shares of all
+micro-batches and ranks add up to what one call on the whole returns:
+
+    counts = LossCounts.of(response_mask_of_the_mini_batch)
+    loss   = sum over micro-batches and ranks of compute_..._loss(micro_batch, ..., counts=counts)
+
+Without counts a call takes its own rows for the whole. Shares are added, never averaged: where the gradients of
+ranks are averaged (as DDP and FSDP do unless told otherwise), scale the loss by the number of ranks. A row is never
+cut in two. Rows without a 1 in `response_mask` are padding: they add nothing and are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rolepool.algorithm.kl import MAX_LOG_RATIO, masked_kl_penalty
+from rolepool.algorithm.log_probs import entropy_from_logits
+from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """What the losses of a mini-batch are divided by: plain numbers, the same on every rank."""
+
+    num_tokens: int
+    """Ones in the mini-batch's response mask."""
+    num_sequences: int
+    """Rows of the mini-batch that are not padding."""
+    loss_scale_factor: float
+    """Divisor of seq-mean-token-sum-norm: the longest response there may be, the same in every step."""
+
+    @classmethod
+    def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> LossCounts:
+        """The counts of a whole mini-batch; its loss_scale_factor is the mask's width unless given."""
+        mask = response_mask.bool()
+        width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
+        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), width)
+
+
+def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None) -> Tensor:
+    """One number from a loss per token: this part's share of the mini-batch's loss (see the module's docstring).
+
+    With l_it the loss of token t of row i, m the mask, n_i = sum_t m_it, N rows that are not padding:
+
+    token-mean               sum_it m_it l_it / sum_i n_i
+    seq-mean-token-sum       1/N sum_i sum_t m_it l_it
+    seq-mean-token-mean      1/N sum_i (1/n_i) sum_t m_it l_it
+    seq-mean-token-sum-norm  1/N sum_i sum_t m_it l_it / loss_scale_factor       (Dr. GRPO)
+    """
+    counts = LossCounts.of(loss_mask) if counts is None else counts
+    num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
+    match loss_agg_mode:
+        case "token-mean":
+            return masked_sum(loss_mat, loss_mask) / num_tokens
+        case "seq-mean-token-sum":
+            return masked_sum(loss_mat, loss_mask) / num_sequences
+        case "seq-mean-token-mean":
+            return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
+        case "seq-mean-token-sum-norm":
+            return masked_sum(loss_mat, loss_mask) / num_sequences / counts.loss_scale_factor
+    raise ValueError(
+        f"unknown loss_agg_mode {loss_agg_mode!r}; choose from token-mean, seq-mean-token-sum, seq-mean-token-mean, "
+        "seq-mean-token-sum-norm"
+    )
+
+
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    counts: LossCounts | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
+
+    r = exp(log_prob - old_log_prob)             the difference clamped to [-20, 20]
+    L = max(-A r, -A clip(r, 1 - low, 1 + high))
+    L = min(L, -A c)                             where A < 0: an unlikely bad token cannot dominate; c > 1
+
+    Metrics are means over the kept tokens whatever loss_agg_mode is, given as shares that add up, without gradient:
+    pg_clipfrac (tokens where the clipped term is the larger), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
+    (tokens where c is in force).
+    """
+    if clip_ratio_c <= 1:
+        raise ValueError(f"clip_ratio_c must be above 1, not {clip_ratio_c}")
+    counts = LossCounts.of(response_mask) if counts is None else counts
+    advantages = keep_masked(advantages, response_mask)
+    log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    larger = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip_ratio_c
+    is_bad = advantages < 0
+    losses = torch.where(is_bad, torch.minimum(larger, bound), larger)
+
+    metrics = {
+        "pg_clipfrac": clipped > unclipped,
+        "ppo_kl": -log_ratio,
+        "pg_clipfrac_lower": is_bad & (larger > bound),
+    }
+    return agg_loss(losses, response_mask, loss_agg_mode, counts=counts), {
+        name: _token_mean(metric, response_mask, losses.dtype, counts) for name, metric in metrics.items()
+    }
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str,
+    *,
+    counts: LossCounts | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The critic's clipped squared error, and vf_clipfrac.
+
+    L = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
+
+    vf_clipfrac is the share of kept tokens where the clipped term is the larger; like the metrics of the policy loss
+    it is a share of the mini-batch's token mean, without gradient.
+    """
+    counts = LossCounts.of(response_mask) if counts is None else counts
+    vpreds, returns, values = (keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values))
+    unclipped = (vpreds - returns).square()
+    clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
+    loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
+    return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
+
+
+def compute_entropy_loss(
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None
+) -> Tensor:
+    """The entropy H_t = -sum_v p_v log p_v of every kept token, aggregated. Subtract it, times its coefficient.
+
+    Where entropies are at hand already, `agg_loss(entropies, ...)` is the same.
+    """
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, counts=counts)
+
+
+def compute_kl_loss(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_loss_type: str,
+    loss_agg_mode: str,
+    *,
+    counts: LossCounts | None = None,
+) -> Tensor:
+    """`kl_penalty(log_prob, ref_log_prob, kl_loss_type)` of every kept token, aggregated.
+
+    Add it, times its coefficient.
+    """
+    kl_bt = masked_kl_penalty(log_prob, ref_log_prob, response_mask, kl_loss_type)
+    return agg_loss(kl_bt, response_mask, loss_agg_mode, counts=counts)
+
+
+def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts) -> Tensor:
+    return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)

@@ -1,0 +1,50 @@
+"""Sums, means and variances over the tokens a mask keeps.
+
+Owns what a mask means: 1 (or True) keeps a token, 0 drops it, wherever it stands in the row. What a dropped
+token holds, NaN and inf included, reaches neither a result nor a gradient. Nothing kept makes sums and means 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rolepool.errors import DataError
+
+WHITEN_EPSILON = 1e-8
+
+
+def keep_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values where mask is 1, exactly 0 elsewhere: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
+    if values.shape != mask.shape:
+        raise DataError(f"values of shape {tuple(values.shape)} do not go with a mask of shape {tuple(mask.shape)}")
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i, over all axes or over `axis`."""
+    return keep_masked(values, mask).sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 where nothing is kept."""
+    return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i; / n if not unbiased. 0 for fewer than two tokens."""
+    squares = (keep_masked(values, mask) - masked_mean(values, mask)).square()
+    return masked_sum(squares, mask) / (mask.bool().sum() - int(unbiased)).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere; the mean is added back if not shift_mean."""
+    mean = masked_mean(values, mask)
+    whitened = (keep_masked(values, mask) - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
+    return keep_masked(whitened if shift_mean else whitened + mean, mask)
+
+
+def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
+    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for a critic that is always right, 0 for a constant one."""
+    errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
+    return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)

@@ -1,0 +1,83 @@
+"""Weights spread over the ranks of a pool, with FSDP2.
+
+Owns which modules are sharded together, and reading whole weights back. On one CPU process there is nothing to spread,
+and the model is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
+    """The model on its device, sharded over `fsdp_size` ranks (-1: all of the pool) and replicated over the rest."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model = model.to(device)
+    if device == "cpu" and world_size == 1:
+        return model
+    size = world_size if fsdp_size == -1 else fsdp_size
+    if size == world_size:
+        mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
+    policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
+    """The repeated blocks of a transformer: the longest list of modules in it."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def synchronize_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass reduces gradients over the ranks, or only adds them up here."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def whole_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (these, or all) by Hugging Face name, put together one at a time. All ranks must do it together."""
+    for name, parameter in model.state_dict().items():
+        if names is None or name in names:
+            yield name, whole(parameter)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together; another as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients down to a norm over all shards of at most `max_norm`; returns the norm they had."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(whole(norm))
+
+
+def sum_over_ranks(values: dict[str, float], device: str) -> dict[str, float]:
+    """Every value added up over the pool. All ranks must have the same keys."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not values:
+        return values
+    total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def max_over_ranks(value: int, device: str) -> int:
+    """The largest of the ranks' values."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)

@@ -1,0 +1,122 @@
+"""A model in training: optimizer, learning rate, and one exact optimizer step per mini-batch.
+
+Owns gradient accumulation, clipping, schedule and offload. What the loss is, is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.models.sharding import clip_gradients, shard, sum_over_ranks, synchronize_gradients
+
+LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
+"""The loss of some rows and its metrics, both as shares that add up to those of the whole mini-batch."""
+
+
+class TrainedModel:
+    """A model, its AdamW and its learning rate."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        optim: Optim,
+        fsdp: Fsdp,
+        grad_clip: float,
+        num_training_steps: int,
+        checkpointing: bool,
+    ) -> None:
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        self.device = device
+        self.model = shard(model, device, fsdp.fsdp_size)
+        self.optim = optim
+        self.grad_clip = grad_clip
+        self.num_training_steps = num_training_steps
+        self.num_updates = 0
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self._offload = (fsdp.param_offload, fsdp.optimizer_offload)
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._leave_device()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
+        step, warmup = self.num_updates, self._num_warmup_steps
+        if step < warmup:
+            return self.optim.lr * (step + 1) / warmup
+        if self.optim.lr_scheduler_type == "constant":
+            return self.optim.lr
+        done = min(1.0, (step - warmup) / max(1, self.num_training_steps - warmup))
+        lowest = self.optim.min_lr_ratio
+        return self.optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    @property
+    def _num_warmup_steps(self) -> int:
+        if self.optim.lr_warmup_steps >= 0:
+            return self.optim.lr_warmup_steps
+        return int(self.optim.lr_warmup_steps_ratio * self.num_training_steps)
+
+    def step(self, passes: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, float]:
+        """One optimizer step on a mini-batch, given as passes over its rows on this rank. Metrics are the pool's."""
+        self.model.train()
+        totals: dict[str, float] = defaultdict(float)
+        for number, rows in enumerate(passes):
+            synchronize_gradients(self.model, number == len(passes) - 1)
+            loss, metrics = loss_of(rows)
+            # Gradients are averaged over ranks, and the ranks' losses are shares to be added.
+            (loss * self._ranks).backward()
+            for name, share in metrics.items():
+                totals[name] += float(share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        norm = clip_gradients(self.model, self.grad_clip)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**sum_over_ranks(dict(totals), self.device), "grad_norm": norm}
+
+    @contextmanager
+    def on_device(self, *, training: bool) -> Iterator[nn.Module]:
+        """The model where it computes, for the time of the block; what is offloaded goes back to host memory after."""
+        params_away, optimizer_away = self._offload
+        if params_away:
+            self.model.to(self.device)
+        if optimizer_away and training:
+            self._move_optimizer(self.device)
+        try:
+            yield self.model
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        params_away, optimizer_away = self._offload
+        if self.device == "cpu":
+            return
+        if params_away:
+            self.model.to("cpu")
+        if optimizer_away:
+            self._move_optimizer("cpu")
+        if params_away or optimizer_away:
+            torch.cuda.empty_cache()
+
+    def _move_optimizer(self, device: str) -> None:
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = value.to(device)
+
+    def schedule_state(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}

@@ -1,0 +1,145 @@
+"""The actor: the policy in training. Log-probs of rollouts, PPO updates, and its weights for whoever generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_policy_loss_vanilla
+from rolepool.config import Config
+from rolepool.models.forward import response_log_probs
+from rolepool.models.loading import load_policy
+from rolepool.models.sharding import whole_parameters
+from rolepool.models.training import TrainedModel
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.updates import mini_batches
+
+INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+class Actor(Worker):
+    def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
+        model_keys = config.actor_rollout_ref.model
+        self.config = config
+        self.keys = config.actor_rollout_ref.actor
+        self.temperature = config.actor_rollout_ref.rollout.temperature
+        self.packed = model_keys.use_remove_padding
+        model = load_policy(
+            model_keys.path,
+            dtype=dtype,
+            trust_remote_code=model_keys.trust_remote_code,
+            overrides=dict(model_keys.override_config),
+        )
+        self.trained = TrainedModel(
+            model,
+            device=self.device,
+            optim=self.keys.optim,
+            fsdp=self.keys.fsdp_config,
+            grad_clip=self.keys.grad_clip,
+            num_training_steps=num_training_steps,
+            checkpointing=model_keys.enable_gradient_checkpointing,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """old_log_probs and entropys of the response tokens, under the weights as they are."""
+        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
+        passes = cut_into_passes(
+            batch["attention_mask"],
+            rows_per_pass=self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+            max_tokens=self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None,
+            device=self.device,
+        )
+        parts: dict[int, tuple[Tensor, Tensor]] = {}
+        with self.trained.on_device(training=False) as model, torch.no_grad():
+            model.eval()
+            for rows in passes:
+                scores = response_log_probs(
+                    model,
+                    {key: value[rows] for key, value in batch.items()},
+                    temperature=self.temperature,
+                    packed=self.packed,
+                    with_entropy=True,
+                )
+                assert scores.entropies is not None
+                parts.update(zip(rows, zip(scores.log_probs, scores.entropies, strict=True), strict=True))
+        log_probs, entropies = (
+            torch.stack(column).cpu() for column in zip(*(parts[row] for row in range(len(data))), strict=True)
+        )
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropies})
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*INPUTS, "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
+    )
+    def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
+        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
+        with self.trained.on_device(training=True):
+            metrics = mini_batches(
+                self.trained,
+                data,
+                rows_per_mini_batch=self._rows_per_mini_batch,
+                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
+                max_tokens=self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None,
+                loss_of=self._loss_of,
+            )
+        learning_rate = self.trained.learning_rate
+        if ends_step:
+            self.trained.num_updates += 1
+        return {**{f"actor/{name}": value for name, value in metrics.items()}, "actor/lr": learning_rate}
+
+    @property
+    def _rows_per_mini_batch(self) -> int:
+        return self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
+
+    def _loss_of(
+        self, batch: dict[str, Tensor], rows: Sequence[int], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, part = self.keys, {key: value[rows] for key, value in batch.items()}
+        mask, mode = part["response_mask"], self.keys.loss_agg_mode
+        with_entropy = keys.entropy_coeff != 0
+        scores = response_log_probs(
+            self.trained.model, part, temperature=self.temperature, packed=self.packed, with_entropy=with_entropy
+        )
+        policy_loss, metrics = compute_policy_loss_vanilla(
+            part["old_log_probs"],
+            scores.log_probs,
+            part["advantages"],
+            mask,
+            mode,
+            clip_ratio_low=keys.clip_ratio_low,
+            clip_ratio_high=keys.clip_ratio_high,
+            clip_ratio_c=keys.clip_ratio_c,
+            counts=counts,
+        )
+        loss = policy_loss
+        metrics["pg_loss"] = policy_loss.detach()
+        if scores.entropies is not None:
+            entropy = agg_loss(scores.entropies, mask, mode, counts=counts)
+            loss = loss - keys.entropy_coeff * entropy
+            metrics["entropy"] = entropy.detach()
+        if keys.use_kl_loss:
+            kl_loss = compute_kl_loss(
+                scores.log_probs, part["ref_log_prob"], mask, keys.kl_loss_type, mode, counts=counts
+            )
+            loss = loss + keys.kl_loss_coef * kl_loss
+            metrics["kl_loss"] = kl_loss.detach()
+        return loss, metrics
+
+    # Weights for a rollout in another pool
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def weight_names(self) -> list[str]:
+        return list(self.trained.model.state_dict())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def export_weights(self, names: list[str]) -> DataProto:
+        """Some weights, whole, as a batch of one row from rank 0 and of none from the others."""
+        wanted = set(names)
+        whole = whole_parameters(self.trained.model, wanted)
+        rows = {name: tensor.detach().cpu().unsqueeze(0) for name, tensor in whole}
+        return DataProto.from_dict({name: row if self.rank == 0 else row[:0] for name, row in rows.items()})

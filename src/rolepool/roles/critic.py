@@ -1,0 +1,99 @@
+"""The critic: a value for every response token, and updates towards the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rolepool.algorithm import LossCounts, compute_value_loss, masked_sum
+from rolepool.config import Config
+from rolepool.models.forward import response_values
+from rolepool.models.loading import load_critic
+from rolepool.models.training import TrainedModel
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.roles.actor import INPUTS
+from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.updates import mini_batches
+
+
+class Critic(Worker):
+    def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
+        self.config = config
+        self.keys = config.critic
+        self.packed = self.keys.model.use_remove_padding
+        model = load_critic(
+            self.keys.model.path, dtype=dtype, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+        )
+        self.trained = TrainedModel(
+            model,
+            device=self.device,
+            optim=self.keys.optim,
+            fsdp=self.keys.model.fsdp_config,
+            grad_clip=self.keys.grad_clip,
+            num_training_steps=num_training_steps,
+            checkpointing=self.keys.model.enable_gradient_checkpointing,
+        )
+
+    @property
+    def _max_tokens(self) -> int | None:
+        return self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """The value of the state before each response token."""
+        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
+        passes = cut_into_passes(
+            batch["attention_mask"],
+            rows_per_pass=self.keys.forward_micro_batch_size_per_gpu,
+            max_tokens=self._max_tokens,
+            device=self.device,
+        )
+        parts: dict[int, Tensor] = {}
+        with self.trained.on_device(training=False) as model, torch.no_grad():
+            model.eval()
+            for rows in passes:
+                values = response_values(model, {key: value[rows] for key, value in batch.items()}, packed=self.packed)
+                parts.update(zip(rows, values, strict=True))
+        return DataProto.from_dict({"values": torch.stack([parts[row] for row in range(len(data))]).cpu()})
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*INPUTS, "response_mask", "values", "returns"),
+    )
+    def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
+        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
+        rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
+        with self.trained.on_device(training=True):
+            metrics = mini_batches(
+                self.trained,
+                data,
+                rows_per_mini_batch=rows,
+                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
+                max_tokens=self._max_tokens,
+                loss_of=self._loss_of,
+            )
+        learning_rate = self.trained.learning_rate
+        if ends_step:
+            self.trained.num_updates += 1
+        return {**{f"critic/{name}": value for name, value in metrics.items()}, "critic/lr": learning_rate}
+
+    def _loss_of(
+        self, batch: dict[str, Tensor], rows: Sequence[int], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        part = {key: value[rows] for key, value in batch.items()}
+        mask = part["response_mask"]
+        predicted = response_values(self.trained.model, part, packed=self.packed)
+        loss, clip_fraction = compute_value_loss(
+            predicted,
+            part["returns"],
+            part["values"],
+            mask,
+            self.keys.cliprange_value,
+            self.keys.loss_agg_mode,
+            counts=counts,
+        )
+        mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
+        return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}

@@ -1,0 +1,140 @@
+"""The rollout: responses to prompts, from the actor's weights.
+
+Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rolepool.config import Config
+from rolepool.models.loading import load_policy
+from rolepool.models.sharding import whole_parameters
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.roles.actor import Actor
+from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
+from rolepool.rollout.native import NativeEngine
+
+
+class Rollout(Worker):
+    def __init__(
+        self, config: Config, stop_token_ids: Sequence[int], pad_token_id: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config = config
+        self.keys = config.actor_rollout_ref.rollout
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.pad_token_id = pad_token_id
+        actor = self.siblings.get("actor")
+        self.shares_weights = isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu"
+        if self.shares_weights:
+            assert isinstance(actor, Actor)
+            model = actor.trained.model
+        else:
+            model_keys = config.actor_rollout_ref.model
+            model = load_policy(
+                model_keys.path,
+                dtype=dtype if self.device == "cpu" else torch.bfloat16,
+                trust_remote_code=model_keys.trust_remote_code,
+                overrides=dict(model_keys.override_config),
+            )
+            model = model.requires_grad_(False).to(self.device)
+        self.model = model
+        self.engine = NativeEngine(
+            model,
+            max_num_seqs=self.keys.max_num_seqs,
+            max_num_batched_tokens=self.keys.max_num_batched_tokens,
+            shared_weights=self.shares_weights,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
+    def generate_sequences(self, prompts: DataProto, validate: bool = False) -> DataProto:
+        """A response to each prompt. A sample depends on weights, prompt and its own seed, not on where it runs."""
+        sampling = self._validation_sampling if validate else self._training_sampling
+        columns = prompts.non_tensor_batch
+        requests = [
+            Request(list(ids), sample_seed(self.context.run_seed, uid, int(index)))
+            for ids, uid, index in zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
+        ]
+        self.engine.wake()
+        completions = self.engine.generate(requests, sampling)
+        if self.keys.free_cache_engine:
+            self.engine.sleep()
+        return self._rows(requests, completions)
+
+    @property
+    def _training_sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.keys.temperature,
+            top_p=self.keys.top_p,
+            top_k=self.keys.top_k,
+            do_sample=self.keys.do_sample,
+            max_new_tokens=self.config.data.max_response_length,
+            ignore_eos=self.keys.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    @property
+    def _validation_sampling(self) -> Sampling:
+        keys = self.keys.val_kwargs
+        return Sampling(
+            temperature=keys.temperature,
+            top_p=keys.top_p,
+            top_k=-1,
+            do_sample=keys.do_sample,
+            max_new_tokens=self.config.data.max_response_length,
+            ignore_eos=self.keys.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
+        """Prompts left-padded, responses right-padded, both to the lengths that the config allows."""
+        num, width, length = len(requests), self.config.data.max_prompt_length, self.config.data.max_response_length
+        prompts = torch.full((num, width), self.pad_token_id)
+        prompt_mask = torch.zeros(num, width, dtype=torch.int64)
+        responses = torch.full((num, length), self.pad_token_id)
+        response_mask = torch.zeros(num, length, dtype=torch.int64)
+        log_probs = torch.zeros(num, length)
+        for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+            size, new = len(request.token_ids), len(completion.token_ids)
+            prompts[row, width - size :] = torch.as_tensor(request.token_ids)
+            prompt_mask[row, width - size :] = 1
+            responses[row, :new] = torch.as_tensor(completion.token_ids)
+            response_mask[row, :new] = 1
+            log_probs[row, :new] = torch.as_tensor(completion.log_probs)
+        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+        return DataProto.from_dict(
+            {
+                "prompts": prompts,
+                "responses": responses,
+                "input_ids": torch.cat([prompts, responses], dim=1),
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+                "response_mask": response_mask,
+                "rollout_log_probs": log_probs,
+            }
+        )
+
+    # Weights
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights_here(self, version: int) -> None:
+        """Of the actor in this process: nothing to move where both use one model."""
+        actor = self.siblings["actor"]
+        assert isinstance(actor, Actor)
+        with actor.trained.on_device(training=False) as model:
+            self.engine.update_weights([] if self.shares_weights else whole_parameters(model), version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take_weights(self, weights: DataProto) -> None:
+        """Some of the weights, as the actor's `export_weights` gave them."""
+        named = self.model.state_dict()
+        with torch.no_grad():
+            for name, row in weights.batch.items():
+                named[name].copy_(row[0])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def end_of_weights(self, version: int) -> None:
+        """All weights have been taken: what was computed with the old ones is forgotten."""
+        self.engine.update_weights(self.model.state_dict().items(), version)

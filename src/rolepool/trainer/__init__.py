@@ -1,0 +1,1 @@
+"""Training: roles from a plan, the PPO step, the loop around it, checkpoints."""

@@ -1,0 +1,98 @@
+"""From a plan to roles that can be called: the one place that knows which class plays which role.
+
+Owns which process gets which role, and how the rollout comes by the actor's weights: that follows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rolepool.cluster import Cluster, RoleProxy
+from rolepool.config import Config
+from rolepool.models.loading import load_tokenizer
+from rolepool.placement import Plan, Role
+from rolepool.protocol import CallFuture
+from rolepool.roles.actor import Actor
+from rolepool.roles.critic import Critic
+from rolepool.roles.ref import Reference
+from rolepool.roles.reward_model import RewardModel
+from rolepool.roles.rollout import Rollout
+from rolepool.roles.rule_reward import RuleReward
+
+RULE_POOL = "reward_cpu"
+WEIGHTS_PER_CALL = 16
+"""Tensors of one leg of a weight sync: about two layers are on their way at a time."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of a run. A role that the algorithm does not need is None; every call returns a future."""
+
+    actor: RoleProxy
+    rollout: RoleProxy
+    reward: RoleProxy
+    critic: RoleProxy | None
+    ref: RoleProxy | None
+    sync_weights: Callable[[int], list[CallFuture]]
+    """Queue the handing over of the actor's weights to the rollout; what is generated after has this version."""
+
+
+def build_roles(
+    cluster: Cluster, config: Config, plan: Plan, num_training_steps: int, dtype: torch.dtype = torch.float32
+) -> Roles:
+    """Make every role on its pool, all pools side by side, and wait until they are there."""
+    model_keys = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
+    proxies: dict[Role, RoleProxy] = {}
+
+    def add(role: Role, worker_class: type[Any], *args: Any) -> None:
+        if role in plan.roles:
+            group = cluster.groups[plan.roles[role]]
+            proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False)
+
+    # The actor comes before the rollout, which shares its weights where they share a process.
+    add(Role.Actor, Actor, num_training_steps)
+    add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tokenizer.pad_token_id)
+    add(Role.RefPolicy, Reference)
+    add(Role.Critic, Critic, num_training_steps)
+    add(Role.RewardModel, RewardModel, tokenizer.pad_token_id)
+    if Role.RewardModel not in plan.roles:
+        helpers = cluster.add_helpers(RULE_POOL, 1)
+        proxies[Role.RewardModel] = helpers.add_role("reward", RuleReward, config, blocking=False)
+    for proxy in proxies.values():
+        proxy.ready.get()
+    ready = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
+    together = plan.roles[Role.Actor] == plan.roles[Role.Rollout]
+    sync = _sync_here if together else _sync_across
+    return Roles(
+        actor=ready[Role.Actor],
+        rollout=ready[Role.Rollout],
+        reward=ready[Role.RewardModel],
+        critic=ready.get(Role.Critic),
+        ref=ready.get(Role.RefPolicy),
+        sync_weights=sync(ready[Role.Actor], ready[Role.Rollout]),
+    )
+
+
+def _sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
+    """Actor and rollout share processes: each process hands its weights over inside."""
+    return lambda version: [rollout.take_weights_here(version)]
+
+
+def _sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
+    """Weights go from the actor's rank 0 through shared memory to every rollout process, a few layers at a time.
+
+    Both pools get their calls in the same order, and neither waits for the other inside a call: it cannot deadlock.
+    """
+    names: list[str] = actor.weight_names().get()
+    legs = [names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)]
+
+    def sync(version: int) -> list[CallFuture]:
+        taken = [rollout.take_weights(actor.export_weights(leg)) for leg in legs]
+        return [*taken, rollout.end_of_weights(version)]
+
+    return sync

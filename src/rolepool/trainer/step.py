@@ -1,0 +1,58 @@
+"""One PPO step: straight-line futures.
+
+The order of calls is the whole schedule. Calls on one pool run in the order they are made here, pools run side by
+side, and a future handed to a call is waited for there: what can overlap under a placement, does. Nothing here asks
+which placement it runs under.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rolepool.config import Config
+from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
+from rolepool.trainer.advantages import Estimated, Estimator
+from rolepool.trainer.build import Roles
+from rolepool.trainer.orders import update_orders
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """A step's calls by the name of their timing, and what was estimated in between."""
+
+    calls: dict[str, list[CallFuture]]
+    estimated: Estimated
+
+
+def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
+    """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
+    rollouts: DataProtoFuture = roles.rollout.generate_sequences(prompts)
+    scores = roles.reward.compute_scores(rollouts.union(prompts))
+    values = roles.critic.compute_values(rollouts) if roles.critic else None
+    old = roles.actor.compute_log_prob(rollouts)
+    ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
+
+    estimated = estimator.estimate(prompts, rollouts, scores, values, old, ref)  # the driver waits here
+    batch = rollouts.union(estimated.batch)
+
+    critic_updates, actor_updates, synced = [], [], []
+    if roles.critic:
+        for order, is_last in update_orders(config, config.critic, estimated.lengths, roles.critic.dp_size, number):
+            critic_updates.append(roles.critic.update_critic(batch.reorder(order), ends_step=is_last))
+    if number > config.trainer.critic_warmup:
+        actor_keys = config.actor_rollout_ref.actor
+        for order, is_last in update_orders(config, actor_keys, estimated.lengths, roles.actor.dp_size, number):
+            actor_updates.append(roles.actor.update_actor(batch.reorder(order), ends_step=is_last))
+        synced = roles.sync_weights(number)
+
+    calls = {
+        "gen": [rollouts],
+        "reward": [scores],
+        "values": [values],
+        "old_log_prob": [old],
+        "ref": [ref],
+        "update_critic": critic_updates,
+        "update_actor": actor_updates,
+        "update_weights": synced,
+    }
+    return StepCalls({name: [call for call in made if call is not None] for name, made in calls.items()}, estimated)
