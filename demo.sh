@@ -1,4 +1,7 @@
 #!/usr/bin/env bash
-# The demo with all roles in one pool. Further key=value overrides are passed on.
+# Train the demo with all roles in one pool. Further key=value overrides are passed on.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
-exec .venv/bin/rolepool plan recipes/demo.yaml "$@"
+.venv/bin/rolepool demo runs/demo_data > /dev/null
+.venv/bin/rolepool plan recipes/demo.yaml "$@"
+.venv/bin/rolepool train recipes/demo.yaml "$@"
+echo "try next: bash demo_split.sh, or bash demo.sh trainer.n_gpus_per_node=4"

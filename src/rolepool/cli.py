@@ -146,30 +146,47 @@ def train(arguments: list[str]) -> int:
     if options is None:
         return EXIT_FINE
 
-    from rolepool.config.built import not_built
-    from rolepool.config.describe import value_of
+    from rolepool.config.built import defaults_not_in_force, refused_keys
     from rolepool.config.loading import show
-    from rolepool.config.schema import all_keys
 
     loaded = _load(options.words)
-    waiting = [path for path in not_built(all_keys()) if path not in loaded.set_keys]
-    defaults = ", ".join(f"{path}={show(value_of(path, loaded))}" for path in waiting)
-    print(f"defaults not in force yet: {defaults}", file=sys.stderr)
-    raise ConfigError(
-        [
-            *(
-                f"{path}={show(value_of(path, loaded))}: not built yet; leave it out"
-                for path in not_built(loaded.set_keys)
-            ),
-            f"train: training is not built in rolepool {__version__}; `rolepool plan` shows the placement",
-        ]
-    )
+    refused = refused_keys(loaded)
+    if refused:
+        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
+    waiting = ", ".join(f"{path}={show(loaded.value_of(path))}" for path in defaults_not_in_force(loaded))
+    if waiting:
+        print(f"defaults not in force yet: {waiting}", file=sys.stderr)
+
+    from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.loop import Trainer
+
+    trainer = Trainer(loaded)
+    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
+        trainer.report = console
+        trainer.run()
+    print(console.summary(str(trainer.folder.path)))
+    return EXIT_FINE
+
+
+def demo(arguments: list[str]) -> int:
+    """Make the demo's model, tokenizer and prompts in a folder, where they are not there yet."""
+    parser = _Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.data.demo import make_demo
+
+    print(make_demo(options.folder).folder)
+    return EXIT_FINE
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
-    "train": (train, "train (not built yet)"),
+    "train": (train, "train under the placement of the config"),
+    "demo": (demo, "make the files of the embedded demo"),
 }
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
+import torch
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
-from rolepool.protocol.batching import pad_rows
+from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import decode
 from rolepool.protocol.futures import collect_batches, join_stripes
@@ -71,6 +72,8 @@ class Call:
     kwargs: dict[str, Any]
     queued_s: float
     one_answer_per_dp_group: bool
+    returns_rows: bool
+    """Whether results have a row for each row that was sent, so that those of padding are to be removed."""
 
 
 def pack_call(call: Call) -> bytes:
@@ -164,19 +167,16 @@ def _value_of(reply: Reply) -> Any:
 
 
 def without_padding(result: Any, share: Share | None) -> Any:
-    """A worker's result without the rows that came from padding: of batches, lists and tensors with as many rows as
-    the share, or a whole multiple of them in row-major order."""
-    if share is None or not share.padding or not hasattr(result, "__len__") or isinstance(result, dict | str | bytes):
-        return result
-    if not isinstance(result, DataProto | list | tuple) and not hasattr(result, "shape"):
+    """A result without the rows that came from padding: of a batch, list, tensor or array with as many rows as the
+    share, or a whole multiple of them in row-major order. Anything else is not rows, and is left as it is."""
+    if share is None or not share.padding or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
     num_rows = len(result)
     if num_rows == 0 or num_rows % share.size:
         return result
-    real = num_rows // share.size * share.num_real
-    trimmed = result[:real]
-    if isinstance(trimmed, DataProto) and trimmed.batch is not None and "is_padding" in trimmed.batch.keys():  # noqa: SIM118
-        del trimmed.batch["is_padding"]
+    trimmed = result[: num_rows // share.size * share.num_real]
+    if isinstance(trimmed, DataProto) and trimmed.batch is not None and IS_PADDING_KEY in trimmed.batch.keys():  # noqa: SIM118
+        del trimmed.batch[IS_PADDING_KEY]
     return trimmed
 
 

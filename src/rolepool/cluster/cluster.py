@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,9 @@ WORKER_ENVIRONMENT = {
     # With the default, threads of several processes spin against each other on few cores.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+
+
+KNOCK_TIMEOUT_S = 5.0
 
 
 class Cluster:
@@ -106,8 +110,9 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
     if address is not None:
         try:
+            _knock_at(address)
             ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise PlacementError(
                 f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({_first_line(error)}); "
                 "start one with `ray start --head`, or leave the key out for a local one"
@@ -124,6 +129,13 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         logging_level=logging.WARNING,
     )
     return ray.shutdown
+
+
+def _knock_at(address: str) -> None:
+    """Ray itself waits for minutes at an address where nobody answers."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
 
 
 def _leave_it() -> None:

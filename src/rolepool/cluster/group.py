@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
@@ -78,7 +78,11 @@ class WorkerGroup:
         ready = CallFuture(PendingCall(self, role, "__init__", refs, refs), _nothing)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
-            ready.get()
+            try:
+                ready.get()
+            except WorkerError:
+                del self._roles[role]
+                raise
         return self._roles[role]
 
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
@@ -104,6 +108,9 @@ class WorkerGroup:
         """The error that a failed call raises: of all that went wrong, the death or exception that began it."""
         self.raise_if_broken()
         cause = cause_of(error)
+        known = self._known_failure(cause)
+        if known is not None:
+            return known
         groups = {group.name: group for group in self._everybody() if group._broken is None}
         if isinstance(cause, ActorDiedError | ActorUnavailableError):
             deaths = [
@@ -124,6 +131,21 @@ class WorkerGroup:
         if not call.others_end_within(GRACE_S):
             self.break_with(named)
         return named
+
+    def raise_known_failure(self, error: WorkerError) -> NoReturn:
+        """An error about a pool that is broken: what broke it. Any other as it is."""
+        raise (self._known_failure(error) or error) from None
+
+    def _known_failure(self, cause: BaseException) -> WorkerError | None:
+        """What broke the pool that an error is about, if that is known: the error may be one of its consequences."""
+        for group in self._everybody():
+            pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
+            actor_named = isinstance(cause, ActorDiedError | ActorUnavailableError) and any(
+                process.actor_id == cause.actor_id for process in group.processes
+            )
+            if group._broken is not None and (pool_named or actor_named):
+                return group._broken
+        return None
 
     def remember(self, call: PendingCall) -> None:
         """Note a call, without keeping its result alive, so that a death can be told by what it ended."""
@@ -191,11 +213,13 @@ class RoleProxy:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
         processes = self.group.processes[:1] if only_zero else self.group.processes
-        per_dp_group = spec.dispatch in PER_DP_GROUP
+        per_dp_group, returns_rows = spec.dispatch in PER_DP_GROUP, spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         arguments = self._arguments(name, spec, args, kwargs, len(processes))
         queued_s = time.time()
         calls = {
-            argument: pack_call(Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group))
+            argument: pack_call(
+                Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group, returns_rows)
+            )
             for argument in dict.fromkeys(arguments)
         }
         refs = [
@@ -204,7 +228,7 @@ class RoleProxy:
         ]
         answering = refs[:: self.tp_size] if per_dp_group else refs
         pending = PendingCall(self.group, self.role_name, name, refs, answering, sources_of((*args, *kwargs.values())))
-        if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
+        if returns_rows:
             return DataProtoFuture(pending)
         return CallFuture(pending, self._collector(spec, only_zero))
 
@@ -303,13 +327,17 @@ class PendingCall:
         return False
 
     def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
-        return fetch_columns(columns)
+        try:
+            return fetch_columns(columns)
+        except WorkerError as error:
+            self.group.raise_known_failure(error)
 
     def _wait(self, timeout_s: float | None) -> dict[Any, Reply]:
         """Every rank's reply. An error of one rank is raised at once, though another may never answer."""
         if self._error is not None:
             raise self._error
-        deadline = time.monotonic() + (CALL_TIMEOUT_S if timeout_s is None else timeout_s)
+        timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         while self._replies is None:
             try:
                 replies = ray.get(self._refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
@@ -319,7 +347,7 @@ class PendingCall:
                 self._raise_early_errors()
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
-                    raise WorkerError(f"{self.what} has not ended after {timeout_s or CALL_TIMEOUT_S:g} s") from None
+                    raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s") from None
             except RayError as error:
                 self._fail(error)
         return self._replies

@@ -136,7 +136,7 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
     pools_on = _processes_on(plan)
     for index, node in enumerate(nodes):
         num_processes = sum(len(pools) for slot, pools in pools_on.items() if slot.node == index)
-        if num_processes > node.num_cpus and device != "cpu":
+        if num_processes > node.num_cpus:
             problems.append(
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
                 f"has {node.num_cpus} there; raise ray_kwargs.ray_init.num_cpus, or start that node with more"
@@ -152,7 +152,7 @@ def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: s
         for slot in slots
     ]
     pinned = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
-    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=pinned, name="rolepool")
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=pinned)
     if not group.wait(timeout_s):
         problems = list(_missing(plan, nodes, device, timeout_s))
         remove_placement_group(group)

@@ -137,6 +137,7 @@ class WorkerProcess:
         """Make a role. Its weights come from the role's seed alone, so they do not depend on rank or pool."""
         start_s = time.time()
         context = self._assignment.context(name, tp_size)
+        self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
             with self._as_role(name, "__init__"), made_in(context, self._roles):
@@ -163,7 +164,10 @@ class WorkerProcess:
             worker = self._role(call.role)
             result, share = self._invoke(worker, call, objects)
             is_answer = worker.context.is_collected or not call.one_answer_per_dp_group
-            result = without_padding(result, share) if is_answer else None
+            if not is_answer:
+                result = None
+            elif call.returns_rows:
+                result = without_padding(result, share)
             batch = leave_here(result, producer, ray.put) if isinstance(result, DataProto) else None
         span = self._span(call.role, call.method, call.queued_s, start_s)
         return pack_reply(Reply(span, producer, None if batch is not None else result, batch))

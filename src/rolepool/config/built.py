@@ -1,27 +1,47 @@
-"""Which keys `rolepool train` acts on. A key that is not built is refused when it is set, and never ignored."""
+"""What `rolepool train` does not act on yet: the keys, and which of their values are in force all the same.
+
+A key that is set to a value that is not in force is refused, and never ignored. Everything not named here is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
+from rolepool.config.loading import LoadedConfig
 from rolepool.config.schema import all_keys
 
-BUILT = (
-    "placement.strategy",
-    "placement.split",
-    "placement.pools",
-    "placement.roles",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-)
+VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.model.lora_rank": (0,),
+    "actor_rollout_ref.model.lora_alpha": (),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": (False,),
+    "actor_rollout_ref.rollout.name": ("native",),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": (1,),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": (),
+    "actor_rollout_ref.rollout.enforce_eager": (True,),
+    "trainer.logger": ([], ["console"]),
+    "trainer.save_freq": (-1,),
+    "trainer.resume_mode": ("disable",),
+    "trainer.resume_from_path": (None,),
+    "trainer.max_actor_ckpt_to_keep": (None,),
+    "trainer.max_critic_ckpt_to_keep": (None,),
+    "placement.mps": (False,),
+}
 
 
 def is_built(path: str) -> bool:
-    """Whether training acts on a key."""
-    return any(path == built or path.startswith(f"{built}.") for built in BUILT)
+    """Whether training acts on every value of a key."""
+    return path not in VALUES_IN_FORCE
 
 
-def not_built(paths: Iterable[str]) -> list[str]:
-    """Those of the keys that training does not act on, in the order of the schema."""
-    wanted = set(paths)
-    return [path for path in all_keys() if path in wanted and not is_built(path)]
+def refused_keys(loaded: LoadedConfig) -> list[str]:
+    """The keys the user set to values that are not in force, in the order of the schema."""
+    return [path for path in all_keys() if path in loaded.set_keys and not _in_force(path, loaded)]
+
+
+def defaults_not_in_force(loaded: LoadedConfig) -> list[str]:
+    """The keys whose default is not in force, in the order of the schema."""
+    return [path for path in all_keys() if path not in loaded.set_keys and not _in_force(path, loaded)]
+
+
+def _in_force(path: str, loaded: LoadedConfig) -> bool:
+    return path not in VALUES_IN_FORCE or loaded.value_of(path) in VALUES_IN_FORCE[path]

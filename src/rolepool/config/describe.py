@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolepool.config.built import is_built
+from rolepool.config.built import VALUES_IN_FORCE, is_built
 from rolepool.config.loading import LoadedConfig, nearest_key, show
 from rolepool.config.schema import Key, all_keys, all_sections
 from rolepool.errors import ConfigError
@@ -13,29 +13,20 @@ def explain(path: str, loaded: LoadedConfig) -> str:
     if path in all_keys():
         key = all_keys()[path]
         lines = [
-            f"{path} = {show(value_of(path, loaded))}",
+            f"{path} = {show(loaded.value_of(path))}",
             f"  {key.doc}",
             f"  type: {key.type_text}",
             f"  default: {show(key.default)}",
         ]
         if not is_built(path):
-            lines.append("  not built yet: `rolepool train` refuses it")
+            lines.append(f"  {_status(path)}")
         return "\n".join(lines)
     if path in all_sections():
         below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
-        return "\n".join(f"{key.path} = {show(value_of(key.path, loaded))}\n  {key.doc}" for key in below)
+        return "\n".join(f"{key.path} = {show(loaded.value_of(key.path))}\n  {key.doc}" for key in below)
     meant = nearest_key(path)
     hint = f"did you mean {meant}?" if meant else "`rolepool config` lists all keys"
     raise ConfigError(f"{show(path)}: unknown key; {hint}")
-
-
-def value_of(path: str, loaded: LoadedConfig) -> object:
-    """The value in force of a key."""
-    value: object = loaded.config.model_dump(mode="json")
-    for part in path.split("."):
-        assert isinstance(value, dict)
-        value = value[part]
-    return value
 
 
 def markdown() -> str:
@@ -49,8 +40,8 @@ def markdown() -> str:
         "then overrides in their order. `${a.b}` stands for the value of another key. `+key=value` means the same as",
         "`key=value`. `rolepool config` prints every key with its value in force, `rolepool config KEY` explains one.",
         "",
-        "Keys marked *not built yet* are checked by `rolepool plan` and `rolepool config`, and refused by",
-        "`rolepool train`.",
+        "Keys marked *not built yet* are checked by `rolepool plan` and `rolepool config`; `rolepool train` refuses",
+        "those of their values that are not in force.",
     ]
     heading = None
     for key in all_keys().values():
@@ -67,7 +58,12 @@ def _heading_of(key: Key) -> str:
     return f"{first}.{second}" if first == "actor_rollout_ref" else first
 
 
+def _status(path: str) -> str:
+    values = ", ".join(show(value) for value in VALUES_IN_FORCE[path])
+    return f"not built yet; in force: {values}" if values else "not built yet"
+
+
 def _row(key: Key) -> str:
-    status = "" if is_built(key.path) else " *Not built yet.*"
+    status = "" if is_built(key.path) else f" *{_status(key.path)}.*"
     cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", key.doc + status]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

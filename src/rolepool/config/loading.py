@@ -43,6 +43,13 @@ class LoadedConfig:
         """The same config with further `key=value` overrides on top."""
         return load_config(self.files, (*self.overrides, *overrides))
 
+    def value_of(self, path: str) -> Any:
+        """The value in force of a key, as plain data."""
+        value: Any = self.config.model_dump(mode="json")
+        for part in path.split("."):
+            value = value[part]
+        return value
+
     def to_yaml(self) -> str:
         """Every key with its value in force."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -75,7 +75,7 @@ def value_of(reply: Reply, pending: Pending) -> Any:
     return gather_rows([reply.batch], range(reply.batch.num_rows), None, pending.fetch)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stripe:
     """Some keys of a batch, for all of its rows: in a call's result, or here. `order` picks and orders the rows."""
 
@@ -83,6 +83,11 @@ class Stripe:
     local: DataProto | None
     keys: frozenset[str] | None = None
     order: Order | None = None
+
+    @property
+    def is_whole_result(self) -> bool:
+        """Whether this is all that a call returned, as it returned it."""
+        return self.local is None and self.keys is None and self.order is None
 
     def num_rows(self) -> int:
         """Waits for the headers of a result where nothing else tells."""
@@ -166,7 +171,7 @@ class DataProtoFuture(CallFuture):
         return DataProtoFuture(_Joined([future.pending for future in futures]))
 
     def _is_plain(self) -> bool:
-        return self.stripes == (Stripe(self.pending, None),)
+        return len(self.stripes) == 1 and self.stripes[0].is_whole_result
 
     def _with(self, stripes: Iterable[Stripe]) -> DataProtoFuture:
         return DataProtoFuture(self.pending, tuple(stripes))

@@ -6,6 +6,7 @@ Owns turning completions into rows, and taking new weights: from the actor in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,9 @@ from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.actor import Actor
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
 from rolepool.rollout.native import NativeEngine
+
+Purpose = Literal["train", "validate", "baseline"]
+"""What responses are for: training samples, validation (`val_kwargs`), or ReMax's greedy baseline."""
 
 
 class Rollout(Worker):
@@ -49,9 +53,9 @@ class Rollout(Worker):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
-    def generate_sequences(self, prompts: DataProto, validate: bool = False) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt. A sample depends on weights, prompt and its own seed, not on where it runs."""
-        sampling = self._validation_sampling if validate else self._training_sampling
+        sampling = self._sampling(purpose)
         columns = prompts.non_tensor_batch
         requests = [
             Request(list(ids), sample_seed(self.context.run_seed, uid, int(index)))
@@ -63,26 +67,13 @@ class Rollout(Worker):
             self.engine.sleep()
         return self._rows(requests, completions)
 
-    @property
-    def _training_sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.keys.temperature,
-            top_p=self.keys.top_p,
-            top_k=self.keys.top_k,
-            do_sample=self.keys.do_sample,
-            max_new_tokens=self.config.data.max_response_length,
-            ignore_eos=self.keys.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-        )
-
-    @property
-    def _validation_sampling(self) -> Sampling:
-        keys = self.keys.val_kwargs
+    def _sampling(self, purpose: Purpose) -> Sampling:
+        keys = self.keys.val_kwargs if purpose == "validate" else self.keys
         return Sampling(
             temperature=keys.temperature,
             top_p=keys.top_p,
-            top_k=-1,
-            do_sample=keys.do_sample,
+            top_k=-1 if purpose == "validate" else self.keys.top_k,
+            do_sample=keys.do_sample and purpose != "baseline",
             max_new_tokens=self.config.data.max_response_length,
             ignore_eos=self.keys.ignore_eos,
             stop_token_ids=self.stop_token_ids,

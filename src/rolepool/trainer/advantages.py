@@ -43,6 +43,10 @@ class Estimator:
         keys = self.config.algorithm.kl_ctrl
         self.kl_controller = get_kl_controller(keys.type, keys.kl_coef, keys.target_kl, keys.horizon)
 
+    @property
+    def needs_baselines(self) -> bool:
+        return self.config.algorithm.adv_estimator == "remax"
+
     def estimate(
         self,
         prompts: DataProto,
@@ -51,6 +55,7 @@ class Estimator:
         values: DataProtoFuture | None,
         old: DataProtoFuture,
         ref: DataProtoFuture | None,
+        baselines: DataProtoFuture | None,
     ) -> Estimated:
         keys = self.config.algorithm
         rows = rollouts.get(keys=["response_mask", "attention_mask"]).batch
@@ -80,6 +85,7 @@ class Estimator:
             norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,
             values=tensors.get("values"),
             index=prompts.non_tensor_batch["uid"],
+            reward_baselines=baselines.get().batch["token_level_scores"].sum(dim=1) if baselines is not None else None,
         )
         tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
         metrics.update(self._describe(tensors, mask, rows["attention_mask"], scored))

@@ -122,7 +122,7 @@ class Trainer:
         by_source: dict[str, list[float]] = {}
         for batch in validation_batches(self.val_prompts, self.config.data.val_batch_size):
             rows = repeated(batch, self.config.actor_rollout_ref.rollout.val_kwargs.n)
-            rollouts = roles.rollout.generate_sequences(rows, validate=True)
+            rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
             scores = roles.reward.compute_scores(rollouts.union(rows)).get(keys=["token_level_scores"])
             for source, score in zip(
                 rows.non_tensor_batch["data_source"],

@@ -28,11 +28,12 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
     """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
     rollouts: DataProtoFuture = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
+    baselines = _greedy_scores(roles, prompts) if estimator.needs_baselines else None
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
-    estimated = estimator.estimate(prompts, rollouts, scores, values, old, ref)  # the driver waits here
+    estimated = estimator.estimate(prompts, rollouts, scores, values, old, ref, baselines)  # the driver waits here
     batch = rollouts.union(estimated.batch)
 
     critic_updates, actor_updates, synced = [], [], []
@@ -56,3 +57,10 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
         "update_weights": synced,
     }
     return StepCalls({name: [call for call in made if call is not None] for name, made in calls.items()}, estimated)
+
+
+def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
+    """What the greedy response to each prompt earns: ReMax's baseline."""
+    greedy = roles.rollout.generate_sequences(prompts, purpose="baseline")
+    scores: DataProtoFuture = roles.reward.compute_scores(greedy.union(prompts))
+    return scores

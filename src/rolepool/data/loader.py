@@ -1,0 +1,135 @@
+"""Batches of prompts: which rows make up which step, in an order that only the seed and the epoch decide.
+
+Owns the position in the data. It is a plain dict that goes into a checkpoint, counted in rows and not in steps or
+ranks, so a run goes on at the same prompt under any placement and with any batch size.
+
+Does not know how many samples are drawn from a prompt, or on which ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rolepool.data.prompts import PromptSet
+from rolepool.errors import ConfigError, DataError
+from rolepool.protocol import DataProto
+
+
+class PromptLoader:
+    """Training batches without end, epoch after epoch. An epoch's last rows that fill no batch are dropped."""
+
+    def __init__(self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
+        if batch_size > len(prompts):
+            raise ConfigError(
+                f"data.train_batch_size={batch_size}: {prompts.key} holds {len(prompts)} prompts, less than one batch; "
+                f"use at most {len(prompts)}"
+            )
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._start_epoch(0)
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        return len(self._prompts) // self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the next batch belongs to, the first is 0."""
+        return self._epoch
+
+    def next_batch(self) -> DataProto:
+        """The next `batch_size` prompts; see `batch_of` for the columns."""
+        rows = self._order[self._index : self._index + self._batch_size].tolist()
+        batch = batch_of(self._prompts, rows, f"epoch{self._epoch}")
+        self._move_to(self._epoch, self._index + self._batch_size)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts, and of which data; plain numbers and strings."""
+        return {"epoch": self._epoch, "index": self._index, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was called. A DataError when that was in other data or in another order."""
+        names = {
+            "num_rows": "the number of prompts",
+            "digest": "the prompts themselves (files, tokenizer or template)",
+            "seed": "the seed (data.seed, or trainer.seed where that is null)",
+            "shuffle": "data.shuffle",
+        }
+        try:
+            changed = [
+                f"{names[key]}: {state[key]} then, {value} now" if key != "digest" else names[key]
+                for key, value in self._identity().items()
+                if state[key] != value
+            ]
+            epoch, index = int(state["epoch"]), int(state["index"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
+        if changed:
+            raise DataError(
+                f"the saved position in {self._prompts.key} belongs to other data. Changed: {'; '.join(changed)}. "
+                "Put that back, or start anew with trainer.resume_mode=disable"
+            )
+        if epoch < 0 or not 0 <= index < len(self._prompts):
+            raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
+        self._move_to(epoch, index)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_rows": len(self._prompts),
+            "digest": self._prompts.digest,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _move_to(self, epoch: int, index: int) -> None:
+        """Stand at row `index` of an epoch, or at the start of the next one when no whole batch is left in it."""
+        if index + self._batch_size > len(self._prompts):
+            epoch, index = epoch + 1, 0
+        if epoch != self._epoch:
+            self._start_epoch(epoch)
+        self._index = index
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._index = epoch, 0
+        self._order = epoch_order(len(self._prompts), self._seed, epoch, shuffle=self._shuffle)
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
+    """The row numbers in the order of this epoch."""
+    if not shuffle:
+        return np.arange(num_rows)
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:
+    """All prompts once, in the order of the files; the last batch may be smaller. None: all in one."""
+    size = batch_size or len(prompts)
+    for start in range(0, len(prompts), size):
+        yield batch_of(prompts, range(start, min(start + size, len(prompts))), "val")
+
+
+def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataProto:
+    """These prompts as a batch. It has no tensors: prompts differ in length, and whoever needs them padded pads them.
+
+    `raw_prompt_ids` are lists of token ids; `uid` names a prompt within the run, the same in every run, so that the
+    samples of one prompt can be found; `index` is the prompt's number and `origin` its place in the files.
+    """
+    taken = prompts.take(rows)
+    return DataProto.from_dict(
+        non_tensors={
+            "raw_prompt_ids": [prompt.token_ids for prompt in taken],
+            "uid": [f"{pass_name}-row{row}" for row in rows],
+            "data_source": [prompt.data_source for prompt in taken],
+            "reward_model": [prompt.reward_model for prompt in taken],
+            "extra_info": [prompt.extra_info for prompt in taken],
+            "index": np.array(rows, dtype=np.int64),
+            "origin": [prompt.origin for prompt in taken],
+        }
+    )

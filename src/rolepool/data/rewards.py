@@ -1,0 +1,263 @@
+"""Rewards from rules: the built-in ones, chosen by a row's `data_source`, or a function from the user's own file.
+
+Owns what such a function is given and may return, and what its errors say. Loading a function takes the config
+section only, so every process that scores loads it for itself.
+
+Does not know tokens: it is handed the text of the responses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from rolepool.config.run_keys import CustomRewardFunction
+from rolepool.errors import ConfigError, DataError, RolepoolError
+from rolepool.protocol import DataProto
+
+Rule = Callable[[str, Any], float]
+"""A built-in rule: the response and the ground truth in, the score out."""
+
+
+class RewardError(RolepoolError):
+    """A reward function failed on a row, or returned something that is no score."""
+
+
+class Scored(NamedTuple):
+    """What one response earned, and the further numbers to log."""
+
+    score: float
+    numbers: dict[str, float]
+
+
+# --- the built-in rules -------------------------------------------------------------------------------------------
+
+
+def exact_match(solution_str: str, ground_truth: Any) -> float:
+    """1 when the response is the ground truth, or one of a list of them; white space around them does not count."""
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
+
+
+def position_match(solution_str: str, ground_truth: Any) -> float:
+    """The fraction of words that are right and in the right place; missing and surplus words count as wrong."""
+    given, wanted = solution_str.split(), str(ground_truth).split()
+    num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
+    return num_right / max(len(given), len(wanted), 1)
+
+
+_NUMBER = r"[-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_FINAL_ANSWER = re.compile(rf"####\s*({_NUMBER})")
+_ANY_NUMBER = re.compile(_NUMBER)
+_TAIL_CHARACTERS = 300  # the answer stands at the end; looking further back only costs time
+
+
+def extract_final_answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Decimal | None:
+    """The number a response ends with. `strict`: the last one after `####`; `flexible`: the last one of any kind.
+
+    Thousands separators and currency signs are left out. None when there is no such number.
+    """
+    pattern = _FINAL_ANSWER if method == "strict" else _ANY_NUMBER
+    found = pattern.findall(solution_str[-_TAIL_CHARACTERS:])
+    return _as_decimal(found[-1]) if found else None
+
+
+def gsm8k(
+    solution_str: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+) -> float:
+    """1 when the final answer is the same number as the ground truth, `format_score` for any other final answer."""
+    wanted = _as_decimal(str(ground_truth))
+    if wanted is None:
+        raise DataError(f"the ground truth {ground_truth!r} is not a number")
+    answer = extract_final_answer(solution_str, method)
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == wanted else format_score
+
+
+def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
+    """`gsm8k` with the last number of any kind as the final answer."""
+    return gsm8k(solution_str, ground_truth, method="flexible")
+
+
+def _as_decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(re.sub(r"[\s,$€£¥]", "", text))
+    except InvalidOperation:
+        return None
+
+
+RULES: Mapping[str, Rule] = {
+    "exact_match": exact_match,
+    "position_match": position_match,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+    "openai/gsm8k": gsm8k,
+}
+
+
+def rule_for(data_source: str) -> Rule:
+    """The rule of this name; `exact_match/my_set` is the rule `exact_match` for rows that are reported on their own."""
+    rule = RULES.get(data_source) or RULES.get(data_source.split("/")[0])
+    if rule is None:
+        raise DataError(
+            f"there is no built-in reward for data_source {data_source!r}; there are {', '.join(RULES)} "
+            "(also as NAME/anything). Set custom_reward_function.path to a Python file with compute_score"
+        )
+    return rule
+
+
+# --- one function for both kinds ----------------------------------------------------------------------------------
+
+
+class RewardFunction:
+    """Scores one response; calls the user's function as `compute_score(data_source=..., solution_str=..., ...)`."""
+
+    def __init__(self, function: Callable[..., Any], name: str, file: Path | None = None) -> None:
+        self._function = function
+        self._file = file
+        self.name = name
+        """How errors name it: the function, and its file where it is the user's."""
+
+    def score(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], row: str
+    ) -> Scored:
+        """The score of this response to `row`, which errors name."""
+        try:
+            result = self._function(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+            )
+        except Exception as error:
+            raise RewardError(f"{self.name}: {self._what_happened(error)}, for {row}") from error
+        try:
+            return _as_scored(result)
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"{self.name}: {error}, for {row}") from error
+
+    def _what_happened(self, error: Exception) -> str:
+        """The error, with the last line of the user's file that it came through."""
+        if self._file is None:
+            return str(error)
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self._file)
+        ]
+        where = f" in line {lines[-1]}" if lines else ""
+        return f"{type(error).__name__}{where}: {error}"
+
+
+def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
+    """The function that `custom_reward_function` names, or the built-in rules when it names none."""
+    if custom.path is None:
+        return RewardFunction(_score_by_data_source, "built-in reward")
+    file = Path(custom.path).expanduser().absolute()
+    module = _import_file(file)
+    function = vars(module).get(custom.name)
+    if function is None:
+        defined = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        there = f"it has {', '.join(defined)}" if defined else "it defines no function"
+        raise ConfigError(f"custom_reward_function.name={custom.name}: is not in {file}; {there}")
+    _check_signature(function, custom.name, file)
+    return RewardFunction(function, f"{custom.name} of {file}", file)
+
+
+def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
+    """The scores of these responses, one for each row of a batch with the columns of `loader.batch_of`."""
+    if len(responses) != len(batch):
+        raise DataError(f"{len(responses)} responses for a batch of {len(batch)} rows")
+    columns = batch.non_tensor_batch
+    return [
+        function.score(
+            data_source=columns["data_source"][i],
+            solution_str=response,
+            ground_truth=columns["reward_model"][i].get("ground_truth"),
+            extra_info=columns["extra_info"][i],
+            row=f"{columns['origin'][i]} (uid {columns['uid'][i]})",
+        )
+        for i, response in enumerate(responses)
+    ]
+
+
+def _score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    return rule_for(data_source)(solution_str, ground_truth)
+
+
+# --- the user's file ----------------------------------------------------------------------------------------------
+
+
+def _import_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError(f"custom_reward_function.path={file}: there is no such file")
+    name = f"rolepool_custom_reward_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"custom_reward_function.path={file}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        reason = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
+    return module
+
+
+def _check_signature(function: Any, name: str, file: Path) -> None:
+    wanted = "(data_source, solution_str, ground_truth, extra_info=None)"
+    if not callable(function):
+        raise ConfigError(f"custom_reward_function.name={name}: is {type(function).__name__} in {file}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"custom_reward_function.name={name}: is async in {file}; write it as a plain function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # builtins and C functions do not say
+        return
+    try:
+        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except TypeError as error:
+        raise ConfigError(
+            f"custom_reward_function.name={name}: takes {signature} in {file}, but is called with {wanted}: {error}"
+        ) from error
+
+
+def _as_scored(result: Any) -> Scored:
+    """The score and the numbers beside it; entries of a dict that are no numbers (texts, mostly) are not logged."""
+    if not isinstance(result, Mapping):
+        return Scored(_as_number(result, "the score"), {})
+    if "score" not in result:
+        raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
+    numbers = {str(key): value for key, value in result.items() if key != "score" and _is_number(value)}
+    return Scored(_as_number(result["score"], "score"), {key: _as_number(value, key) for key, value in numbers.items()})
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.ndim == 0
+    return isinstance(value, Real | np.bool_)
+
+
+def _as_number(value: Any, name: str) -> float:
+    if not _is_number(value):
+        raise TypeError(f"{name} is {type(value).__name__} {value!r:.60}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it must be finite")
+    return number

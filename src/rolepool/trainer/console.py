@@ -1,0 +1,77 @@
+"""What a user sees of a run in the terminal: a progress bar, the metrics line of each step, a summary at the end.
+
+Owns the text. Every number comes from a row of metrics.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rolepool.metrics.run_folder import console_line
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 60
+
+
+class TrainingConsole:
+    """Shows rows as they come. Use as `report` of a Trainer, inside a `with`."""
+
+    def __init__(self, num_steps: int, *, lines: bool, stream: TextIO | None = None) -> None:
+        console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = console
+        self._lines = lines
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=num_steps)
+        self.rewards: list[float] = []
+        self.validations: list[tuple[int, float]] = []
+
+    def __enter__(self) -> TrainingConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
+        if scores:
+            self.validations.append((step, sum(scores) / len(scores)))
+        if "critic/score/mean" in metrics:
+            self.rewards.append(metrics["critic/score/mean"])
+            words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s a step"
+            self._progress.update(self._task, completed=step, description=words)
+        if self._lines:
+            self._console.print(console_line(step, metrics), markup=False)
+        elif scores:
+            self._console.print(f"validation after step {step}: mean reward {self.validations[-1][1]:.3f}")
+
+    def summary(self, run_folder: str) -> str:
+        """The reward's course, where the run is, what to try next."""
+        lines = []
+        if self.rewards:
+            lines.append(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
+        if self.validations:
+            (first, before), (last, after) = self.validations[0], self.validations[-1]
+            lines.append(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
+        lines.append(f"run folder: {run_folder}")
+        return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
+    low, high = min(0.0, *values), max(1.0, *values)
+    groups = [values[len(values) * i // CURVE_WIDTH : len(values) * (i + 1) // CURVE_WIDTH] for i in range(CURVE_WIDTH)]
+    means = [sum(group) / len(group) for group in groups if group]
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)

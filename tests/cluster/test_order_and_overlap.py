@@ -1,0 +1,150 @@
+"""When calls run: one after another on a pool, side by side on two, and none of them waits for the driver."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cluster_helpers import start
+from roles_for_tests import Sleeper
+
+from rolepool.cluster import Cluster, RoleProxy
+from rolepool.metrics import Span
+from rolepool.metrics.spans import extent_s, overlap_s
+from rolepool.protocol import DataProto
+
+OVERHEAD = 1.15
+"""How much longer than the longer of two pools' work both may take, when they run at once."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with start({"actor": [2], "critic": [1], "rollout": [1]}) as cluster:
+        for name, group in cluster.groups.items():
+            group.add_role(name, Sleeper)
+        yield cluster
+
+
+@pytest.fixture
+def actor(cluster: Cluster) -> RoleProxy:
+    return cluster.role("actor")
+
+
+@pytest.fixture
+def critic(cluster: Cluster) -> RoleProxy:
+    return cluster.role("critic")
+
+
+@pytest.fixture
+def rollout(cluster: Cluster) -> RoleProxy:
+    return cluster.role("rollout")
+
+
+def batch_of(num_rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(num_rows)})
+
+
+def assert_one_after_another(spans: list[Span]) -> None:
+    for rank in {span.rank for span in spans}:
+        of_rank = [span for span in spans if span.rank == rank]
+        for earlier, later in itertools.pairwise(of_rank):
+            assert earlier.end_s <= later.start_s
+
+
+def test_calls_on_a_pool_run_in_the_order_made_though_they_take_different_times(actor: RoleProxy) -> None:
+    random.seed(0)
+    futures = [actor.write_down(number, random.choice([0.0, 0.0, 0.05])) for number in range(30)]
+    assert [future.get() for future in futures] == [[number] * 2 for number in range(30)]
+    assert actor.written_down() == [list(range(30))] * 2
+    assert_one_after_another([span for future in futures for span in future.spans()])
+
+
+def test_a_call_that_waits_for_another_pool_is_not_overtaken(actor: RoleProxy, critic: RoleProxy) -> None:
+    late = critic.add(batch_of(4), 1, seconds=0.5)
+    waiting = actor.add(late, 1)
+    later = actor.write_down(100)
+    assert later.get() == [100, 100]
+    assert waiting.done()
+    assert_one_after_another(waiting.spans() + later.spans())
+    assert late.spans()[0].end_s <= min(span.start_s for span in waiting.spans())
+
+
+def test_roles_of_a_pool_take_turns_in_the_order_of_their_calls(cluster: Cluster, actor: RoleProxy) -> None:
+    second_role = cluster.groups["actor"].add_role("reference", Sleeper)
+    futures = [role.write_down(0, 0.05) for _ in range(3) for role in (actor, second_role)]
+    spans = [span for future in futures for span in future.spans()]
+    assert_one_after_another(spans)
+    assert [span.role for span in spans if span.rank == 0] == ["actor", "reference"] * 3
+
+
+def test_calls_on_two_pools_overlap(actor: RoleProxy, critic: RoleProxy) -> None:
+    in_actor = [actor.add(batch_of(4), 1, seconds=0.5), actor.add(batch_of(4), 1, seconds=0.5)]
+    in_critic = [critic.add(batch_of(4), 1, seconds=0.4), critic.add(batch_of(4), 1, seconds=0.4)]
+    actor_spans = [span for future in in_actor for span in future.spans()]
+    critic_spans = [span for future in in_critic for span in future.spans()]
+
+    longer_s = max(extent_s(actor_spans), extent_s(critic_spans))
+    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * longer_s
+    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * 1.0, "twice 0.5 s in the one, twice 0.4 s in the other"
+    assert overlap_s(actor_spans, critic_spans) >= 0.7
+
+
+def test_a_chain_over_three_pools_is_issued_before_its_first_call_ends(
+    actor: RoleProxy, critic: RoleProxy, rollout: RoleProxy
+) -> None:
+    begin = time.time()
+    generated = rollout.add(batch_of(5), 1, seconds=1.0)
+    valued = critic.multiply(generated, 10)
+    updated = actor.add(valued.union(DataProto.from_dict({"other": torch.zeros(5)})), 3)
+    issued = time.time()
+    assert not generated.done()
+
+    assert updated.get().batch["x"].tolist() == [(i + 1) * 10 + 3 for i in range(5)]
+    assert issued - begin < 0.3
+    spans = [future.spans() for future in (generated, valued, updated)]
+    assert issued < spans[0][0].end_s
+    assert all(span.queued_s <= issued for chained in spans for span in chained), "all three were queued by then"
+    for earlier, later in itertools.pairwise(spans):
+        assert max(span.end_s for span in earlier) <= min(span.start_s for span in later)
+
+
+def test_an_update_runs_on_while_another_pool_generates(actor: RoleProxy, rollout: RoleProxy) -> None:
+    update = actor.update(1.0)
+    generated = [rollout.add(batch_of(2), step, seconds=0.1) for step in range(8)]
+    for step, future in enumerate(generated):
+        assert future.get().batch["x"].tolist() == [step, step + 1], "results arrive during the update"
+    assert not update.done()
+    assert update.get() == [10, 10]
+    assert overlap_s(update.spans(), [span for future in generated for span in future.spans()]) >= 0.7
+
+
+def test_waiting_for_one_pool_does_not_keep_another_from_working(actor: RoleProxy, critic: RoleProxy) -> None:
+    slow = critic.write_down(1, 0.8)
+    queue = [actor.write_down(number, 0.1) for number in range(5)]
+    slow.get()
+    assert all(future.done() for future in queue)
+
+
+def test_every_span_was_queued_before_it_started_and_started_before_it_ended(
+    actor: RoleProxy, critic: RoleProxy
+) -> None:
+    before = time.time()
+    futures = [role.add(batch_of(4), 1, seconds=0.05) for _ in range(5) for role in (actor, critic)]
+    spans = [span for future in futures for span in future.spans()]
+    after = time.time()
+    assert len(spans) == 5 * (2 + 1)
+    for span in spans:
+        assert before <= span.queued_s <= span.start_s <= span.end_s <= after
+        assert span.duration_s >= 0.05
+        assert (span.pool, span.method) == (span.role, "add")
+
+
+def test_making_a_role_has_a_span_too(cluster: Cluster) -> None:
+    proxy = cluster.groups["critic"].add_role("with a span", Sleeper)
+    (span,) = proxy.ready.spans()
+    assert (span.pool, span.role, span.rank, span.method) == ("critic", "with a span", 0, "__init__")
+    assert span.queued_s <= span.start_s <= span.end_s

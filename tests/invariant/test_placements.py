@@ -1,0 +1,152 @@
+"""Placement does not change the mathematics: the same run under every placement, with live sampling, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from rolepool.cluster import Cluster
+from rolepool.config import load_config
+from rolepool.data import PromptLoader, train_prompts
+from rolepool.data.demo import Demo, make_demo
+from rolepool.models.loading import load_tokenizer
+from rolepool.placement import build_plan
+from rolepool.placement.checks import find_problems
+from rolepool.trainer.advantages import Estimator, repeated
+from rolepool.trainer.build import build_roles
+from rolepool.trainer.step import ppo_step
+
+NUM_STEPS = 3
+TOLERANCE = 1e-9
+
+CUSTOM = ["placement.strategy=custom"]
+PLACEMENTS = {
+    "standard, 1 rank": ["trainer.n_gpus_per_node=1"],
+    "standard, 2 ranks": ["trainer.n_gpus_per_node=2"],
+    "standard, 4 ranks, by tokens": [
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",
+        "critic.ppo_max_token_len_per_gpu=40",
+    ],
+    "split, 1 and 1": ["trainer.n_gpus_per_node=2", "placement.strategy=split"],
+    "split, 2 and 1, padded": [
+        "trainer.n_gpus_per_node=3",
+        "placement.strategy=split",
+        "actor_rollout_ref.model.use_remove_padding=false",
+    ],
+    "rollout alone": [
+        *CUSTOM,
+        "trainer.n_gpus_per_node=3",
+        "placement.pools.train=[2]",
+        "placement.pools.generate=[1]",
+        *(f"placement.roles.{role}=train" for role in ("actor", "critic", "ref")),
+        "placement.roles.rollout=generate",
+    ],
+    "all apart": [
+        *CUSTOM,
+        "trainer.n_gpus_per_node=4",
+        *(f"placement.pools.{role}_pool=[1]" for role in ("actor", "rollout", "critic", "ref")),
+        *(f"placement.roles.{role}={role}_pool" for role in ("actor", "rollout", "critic", "ref")),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run did: sampled tokens, advantages and metrics of each step, and the weights after the last."""
+
+    responses: list[torch.Tensor]
+    advantages: list[torch.Tensor]
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    return make_demo(tmp_path_factory.mktemp("demo") / "data")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def run(demo: Demo, placement: list[str]) -> Course:
+    loaded = load_config(
+        [],
+        [
+            f"actor_rollout_ref.model.path={demo.model}",
+            f"data.train_files={demo.train_file}",
+            "data.train_batch_size=16",
+            "data.max_prompt_length=8",
+            "data.max_response_length=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.entropy_coeff=0.001",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "algorithm.use_kl_in_reward=true",
+            "critic.optim.lr=1e-3",
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.device=cpu",
+            *placement,
+        ],
+    )
+    config, plan = loaded.config, build_plan(loaded.config)
+    assert find_problems(config, plan) == []
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    estimator = Estimator(config)
+    course = Course([], [], [], {})
+    with Cluster(plan) as cluster:
+        roles = build_roles(cluster, config, plan, 10, torch.float64)
+        for number in range(1, NUM_STEPS + 1):
+            step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
+            course.responses.append(step.calls["gen"][0].get(keys=["responses"]).batch["responses"].clone())
+            course.advantages.append(step.estimated.batch.batch["advantages"])
+            updates = [call.get()[0] for name in ("update_critic", "update_actor") for call in step.calls[name]]
+            course.metrics.append(
+                {
+                    **step.estimated.metrics,
+                    **{f"{i}/{key}": v for i, row in enumerate(updates) for key, v in row.items()},
+                }
+            )
+        names = roles.actor.weight_names().get()
+        course.weights.update(roles.actor.export_weights(names).get().batch.items())
+    return course
+
+
+@pytest.fixture(scope="module")
+def one_rank(demo: Demo) -> Course:
+    return run(demo, PLACEMENTS["standard, 1 rank"])
+
+
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "standard, 1 rank"])
+def test_a_run_is_the_same_under_every_placement(name: str, demo: Demo, one_rank: Course) -> None:
+    other = run(demo, PLACEMENTS[name])
+    different = sum(int((a != b).sum()) for a, b in zip(one_rank.responses, other.responses, strict=True))
+    assert different == 0, f"{different} sampled tokens differ"
+    for mine, theirs in zip(one_rank.advantages, other.advantages, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=TOLERANCE, atol=TOLERANCE)
+    for mine, theirs in zip(one_rank.metrics, other.metrics, strict=True):
+        assert mine.keys() == theirs.keys()
+        wrong = {k: (mine[k], theirs[k]) for k in mine if not np.isclose(mine[k], theirs[k], rtol=1e-9, atol=1e-9)}
+        assert wrong == {}
+    for key, weight in one_rank.weights.items():
+        torch.testing.assert_close(other.weights[key], weight, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_runs_that_are_compared_do_learn_something(one_rank: Course, demo: Demo) -> None:
+    first = load_file(Path(demo.model) / "model.safetensors")
+    moved = [float((one_rank.weights[key][0] - first[key].double()).abs().max()) for key in first]
+    assert min(moved) > 1e-5

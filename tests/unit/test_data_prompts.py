@@ -1,0 +1,390 @@
+"""Rows of Parquet and JSONL files become prompts, and what is wrong with them is said with file and row."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rolepool.config import load_config
+from rolepool.data import PromptSet, load_tokenizer, train_prompts, val_prompts
+from rolepool.data.demo import make_demo
+from rolepool.data.prompts import truncate
+from rolepool.errors import ConfigError, DataError, RolepoolError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo(tmp_path_factory.mktemp("demo") / "demo").model
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """Letters a to h are the tokens 4 to 11; a chat is its letters and then `=`, token 3."""
+    return load_tokenizer(str(model))
+
+
+def row(letters: str = "a b c", **changes: Any) -> dict[str, Any]:
+    whole = {
+        "prompt": [{"role": "user", "content": letters}],
+        "data_source": "exact_match",
+        "reward_model": {"style": "rule", "ground_truth": letters},
+        "extra_info": {"letters": letters},
+        **changes,
+    }
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+def write_jsonl(file: Path, *rows: Any) -> str:
+    file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in rows), "utf-8")
+    return str(file)
+
+
+def write_parquet(file: Path, *rows: dict[str, Any]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file, row_group_size=2)
+    return str(file)
+
+
+WRITERS = pytest.mark.parametrize(("write", "ending"), [(write_jsonl, "jsonl"), (write_parquet, "parquet")])
+Write = Callable[..., str]
+
+
+def prompts_of(
+    tokenizer: PreTrainedTokenizerBase, *files: str, max_prompt_length: int = 8, **options: Any
+) -> PromptSet:
+    return PromptSet(files, tokenizer, max_prompt_length=max_prompt_length, **options)
+
+
+def problem(make: Callable[[], object]) -> str:
+    with pytest.raises(RolepoolError) as caught:
+        make()
+    return str(caught.value)
+
+
+# Reading
+
+
+@WRITERS
+def test_a_row_becomes_tokens_with_everything_else_as_it_was_written(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, write: Write, ending: str
+) -> None:
+    file = write(tmp_path / f"x.{ending}", row("a b"), row("c", extra_info=None), row("h g f"))
+    prompts = prompts_of(tokenizer, file)
+    assert [prompt.token_ids for prompt in prompts.take([0, 1, 2])] == [[4, 5, 3], [6, 3], [11, 10, 9, 3]]
+    assert prompts[0].data_source == "exact_match"
+    assert prompts[0].reward_model == {"style": "rule", "ground_truth": "a b"}
+    assert (prompts[0].extra_info, prompts[1].extra_info) == ({"letters": "a b"}, {})
+    assert prompts.data_sources == {"exact_match"}
+
+
+def test_files_of_both_kinds_are_read_one_after_another(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    files = [
+        write_jsonl(tmp_path / "1.jsonl", row("a"), row("b")),
+        write_parquet(tmp_path / "2.parquet", row("c"), row("d"), row("e")),
+        write_jsonl(tmp_path / "3.jsonl", row("f")),
+    ]
+    prompts = prompts_of(tokenizer, *files)
+    assert [prompt.token_ids[0] for prompt in prompts.take(range(6))] == [4, 5, 6, 7, 8, 9]
+    assert prompts[1].origin == f"{files[0]}, line 2"
+    assert prompts[2].origin == f"{files[1]}, row 0 (the first is 0)"
+    assert prompts[5].origin == f"{files[2]}, line 1"
+
+
+def test_a_number_outside_the_set_is_an_index_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row()))
+    for number in (1, -1):
+        with pytest.raises(IndexError):
+            prompts[number]
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", "\n", row("a"), "  \n", row("b"), "\n"))
+    assert [prompt.origin.split(", ")[1] for prompt in prompts.take([0, 1])] == ["line 2", "line 4"]
+
+
+def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    text = json.dumps(row("a", extra_info={"note": "Größe 🦙\u2028"}), ensure_ascii=False) + "\n"
+    prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", text, row("b")))
+    assert prompts[0].extra_info == {"note": "Größe 🦙\u2028"}
+    assert prompts[1].token_ids == [5, 3]
+
+
+def test_another_column_can_hold_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_parquet(tmp_path / "x.parquet", row(prompt=..., question="a b"))
+    assert prompts_of(tokenizer, file, prompt_key="question")[0].token_ids == [4, 5]
+    assert "has no 'prompt'" in problem(lambda: prompts_of(tokenizer, file))
+
+
+def test_only_the_first_samples_are_used_and_looked_at(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a"), row("b"), "not json\n")
+    assert len(prompts_of(tokenizer, file, max_samples=2)) == 2
+    assert len(prompts_of(tokenizer, write_jsonl(tmp_path / "y.jsonl", row()), max_samples=2)) == 1
+
+
+def test_the_digest_is_that_of_the_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def digest(name: str, *rows: dict[str, Any]) -> str:
+        return prompts_of(tokenizer, write_jsonl(tmp_path / name, *rows)).digest
+
+    assert digest("1.jsonl", row("a b"), row("c")) == digest("2.jsonl", row("a b"), row("c"))
+    assert digest("3.jsonl", row("a"), row("b c")) != digest("4.jsonl", row("a b"), row("c"))
+
+
+# Templates
+
+
+def test_plain_strings_are_tokenized_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(prompt="a b"), row("c d"), row(prompt="e"))
+    assert [prompt.token_ids for prompt in prompts_of(tokenizer, file).take([0, 1, 2])] == [[4, 5], [6, 7, 3], [8]]
+
+
+def test_a_chat_gives_what_the_tokenizer_itself_makes_of_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b c"}]
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row(prompt=chat)))[0].token_ids == expected
+
+
+def test_a_chat_without_a_template_is_an_error_and_a_plain_string_is_not(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = None
+    file = write_jsonl(tmp_path / "x.jsonl", row(prompt="a"), row("b"))
+    said = problem(lambda: prompts_of(tokenizer, file))
+    assert f"{file}, line 2" in said
+    assert "has no chat template" in said
+    assert "plain string" in said
+    assert len(prompts_of(tokenizer, file, max_samples=1)) == 1
+
+
+def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    file = write_jsonl(tmp_path / "x.jsonl", row())
+    said = problem(lambda: prompts_of(tokenizer, file))
+    assert f"{file}, line 1" in said
+    assert "roles must alternate" in said
+
+
+# Length
+
+
+@pytest.mark.parametrize(
+    ("mode", "length", "expected"),
+    [
+        ("left", 3, [3, 4, 5]),
+        ("right", 3, [1, 2, 3]),
+        ("middle", 3, [1, 4, 5]),
+        ("middle", 4, [1, 2, 4, 5]),
+        ("middle", 1, [5]),
+        ("left", 5, [1, 2, 3, 4, 5]),
+        ("error", 5, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_truncation_keeps_the_end_the_start_or_both(mode: Any, length: int, expected: list[int]) -> None:
+    assert truncate([1, 2, 3, 4, 5], length, mode) == expected
+
+
+def test_a_truncated_prompt_has_the_longest_length_allowed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a b c d"), row("a"))
+    prompts = prompts_of(tokenizer, file, max_prompt_length=3, truncation="left")
+    assert [prompt.token_ids for prompt in prompts.take([0, 1])] == [[6, 7, 3], [4, 3]]
+
+
+def test_a_prompt_that_is_too_long_is_an_error_with_its_place_its_length_and_the_fix(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a"), row("a b c"), row("a b c d e"))
+    said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=3))
+    assert said.startswith(f"{file}, line 2: the prompt has 4 tokens, more than data.max_prompt_length=3")
+    assert "2 of 3 prompts are, the longest has 6" in said
+    assert "Set data.max_prompt_length=6, data.filter_overlong_prompts=true, or data.truncation=left" in said
+
+
+def test_prompts_that_are_too_long_can_be_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("b"), row("c d e f"), row("d"))
+    with caplog.at_level(logging.WARNING):
+        prompts = prompts_of(tokenizer, file, max_prompt_length=3, filter_overlong_prompts=True)
+    assert [prompt.token_ids for prompt in prompts.take(range(len(prompts)))] == [[5, 3], [7, 3]]
+    assert prompts[1].origin == f"{file}, line 4"
+    assert "left out 2 of 4 prompts over data.max_prompt_length=3" in caplog.text
+
+
+def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("a b c d"))
+    said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=2, filter_overlong_prompts=True))
+    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest 4)" in said
+
+
+# Bad rows
+
+
+@WRITERS
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (row(prompt=None), "has no 'prompt'; it has"),
+        (row(prompt=""), "prompt is an empty string"),
+        (row(prompt=[]), "prompt is an empty chat"),
+        (row(prompt=7), "prompt is int 7; it must be a list of {role, content} or a string"),
+        (row(prompt=["a"]), "prompt[0] is not a message {role, content}"),
+        (row(prompt=[{"content": "a"}]), "prompt[0] is not a message {role, content}"),
+        (row(prompt=[{"role": "user", "content": None}]), "prompt[0].content is NoneType None; only text"),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "only text is supported"),
+        (row(data_source=...), "has no 'data_source'; it has"),
+        (row(data_source=3), "data_source is int 3; it must be a string"),
+        (row(reward_model=...), "has no reward_model.ground_truth"),
+        (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
+        (row(reward_model="rule"), "reward_model is str 'rule'; it must be an object"),
+        (row(extra_info=[1]), "extra_info is list [1]; it must be an object"),
+        (row(prompt="   "), "prompt has no tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_row_is_named_with_what_is_wrong_with_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, write: Write, ending: str, bad: dict[str, Any], expected: str
+) -> None:
+    file = write(tmp_path / f"x.{ending}", bad)
+    said = problem(lambda: prompts_of(tokenizer, file))
+    assert said.startswith(f"{file}, {'line 1' if ending == 'jsonl' else 'row 0'}")
+    assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"prompt": \n', "line 2: is not JSON"),
+        ("[\n", "line 2: begins a JSON list; write one object per line"),
+        ("3\n", "line 2: is a JSON int; every line holds one object"),
+    ],
+)
+def test_a_line_that_is_no_json_object_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: str, expected: str
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(), line)
+    assert f"{file}, {expected}" in problem(lambda: prompts_of(tokenizer, file))
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b'{"prompt": "\xff"}\n')
+    assert f"{file}, line 1: is not JSON" in problem(lambda: prompts_of(tokenizer, str(file)))
+
+
+def test_of_many_bad_rows_the_first_five_are_shown_and_the_rest_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", *[row(data_source=...)] * 7, row())
+    lines = problem(lambda: prompts_of(tokenizer, file)).splitlines()
+    assert [line.split(":")[0].split(", ")[1] for line in lines[:5]] == [f"line {i}" for i in range(1, 6)]
+    assert lines[5:] == ["data.train_files: 2 more rows are bad, of 8"]
+
+
+def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(reward_model=...))
+    assert prompts_of(tokenizer, file, needs_ground_truth=False)[0].reward_model == {}
+
+
+# Bad files
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere.jsonl", "there is no such file"),
+        ("folder", "is a folder; name the .parquet or .jsonl files in it"),
+        ("table.csv", "are read from .parquet and .jsonl files, not from '.csv'"),
+        ("broken.parquet", "cannot be read as Parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_key(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, expected: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for other in ("table.csv", "broken.parquet"):
+        (tmp_path / other).write_text("a,b", encoding="utf-8")
+    path = str(tmp_path / name)
+    with pytest.raises(ConfigError) as caught:
+        prompts_of(tokenizer, path, key="data.val_files")
+    assert str(caught.value).startswith(f"data.val_files={path}: ")
+    assert expected in str(caught.value)
+
+
+def test_remote_files_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert "only local files are read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
+
+
+def test_no_files_and_no_rows_are_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert "data.train_files: is empty" in problem(lambda: prompts_of(tokenizer))
+    file = write_jsonl(tmp_path / "x.jsonl", "\n")
+    assert problem(lambda: prompts_of(tokenizer, file)) == f"data.train_files: there are no rows in {file}"
+
+
+def test_a_parquet_file_with_none_of_the_columns_says_which_it_has(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_parquet(tmp_path / "x.parquet", {"question": "a", "answer": "b"})
+    assert problem(lambda: prompts_of(tokenizer, file)).endswith("it has question, answer")
+
+
+# From the config
+
+
+def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    config = load_config(
+        overrides=[
+            f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', row('a b c d'), row('b'), row('c'))}",
+            f"data.val_files={write_jsonl(tmp_path / 'val.jsonl', row('d'), row('e'))}",
+            *(
+                "data.max_prompt_length=3",
+                "data.truncation=right",
+                "data.train_max_samples=2",
+                "data.val_max_samples=1",
+            ),
+        ]
+    ).config
+    train, val = train_prompts(config, tokenizer), val_prompts(config, tokenizer)
+    assert [prompt.token_ids for prompt in train.take([0, 1])] == [[4, 5, 6], [5, 3]]
+    assert (len(train), len(val), val[0].token_ids) == (2, 1, [7, 3])
+
+
+def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(data_source="lighteval/MATH", reward_model=...))
+    with pytest.raises(DataError, match=r"has no reward_model\.ground_truth"):
+        train_prompts(load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
+    file = write_jsonl(tmp_path / "y.jsonl", row(data_source="lighteval/MATH"))
+    with pytest.raises(DataError, match="there is no built-in reward for data_source 'lighteval/MATH'"):
+        train_prompts(load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
+    overrides = [f"data.train_files={file}", "custom_reward_function.path=mine.py"]
+    assert len(train_prompts(load_config(overrides=overrides).config, tokenizer)) == 1
+
+
+# The tokenizer
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "padless")
+    assert load_tokenizer(str(tmp_path / "padless")).pad_token_id == tokenizer.eos_token_id
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    assert "has no end-of-sequence token" in problem(lambda: load_tokenizer(str(tmp_path / "endless")))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    said = problem(lambda: load_tokenizer(str(tmp_path)))
+    assert said.startswith(f"actor_rollout_ref.model.path={tmp_path}: no tokenizer can be loaded from there")
+    assert len(said.splitlines()) == 1
