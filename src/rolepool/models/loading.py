@@ -6,6 +6,8 @@ so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from rolepool.errors import ConfigError
 
@@ -63,9 +66,10 @@ def _load(
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
-        model: nn.Module = auto.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
-        )
+        with _quiet():
+            model: nn.Module = auto.from_pretrained(
+                path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)})") from None
     # Dropout would make old and new log-probs of the same weights differ.
@@ -73,6 +77,19 @@ def _load(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without the report that a critic's head is new, which it is meant to be."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,307 @@
+"""A Hugging Face decoder run on packed tokens and a slot cache: no padding, ragged positions, one row per token.
+
+Owns the walk through the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models, using the model's own weights,
+activation and rotary tables. Does not know about requests, sampling or when a pass is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rolepool.errors import RolepoolError
+from rolepool.rollout.kv_cache import CacheShape, SlotCache
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings in which a position's angles do not depend on how long the longest sequence of the batch is."""
+
+Attention = Callable[[int, Tensor], Tensor]
+"""Layer and queries (tokens, heads, head_dim) to outputs (tokens, heads * head_dim)."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one prompt, to be prefilled in one pass: `num_tokens` of them from position `start`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+
+
+class Projection:
+    """Linear maps of the same input whose outputs stand side by side."""
+
+    def __init__(self, *linears: nn.Linear, fuse: bool) -> None:
+        self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
+        self._fused: Tensor | None = None
+        self._bias: Tensor | None = None
+        if fuse:
+            self._fused = torch.cat([weight for weight, _ in self._parts]).t().contiguous()
+            if any(bias is not None for _, bias in self._parts):
+                self._bias = torch.cat(
+                    [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in self._parts]
+                )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._fused is not None:
+            return x @ self._fused if self._bias is None else torch.addmm(self._bias, x, self._fused)
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in self._parts], dim=-1)
+
+
+class Norm(NamedTuple):
+    """RMS norm over the last axis."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Layer(NamedTuple):
+    input_norm: Norm
+    qkv: Projection
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Projection
+    mlp_norm: Norm
+    gate_up: Projection
+    activation: Callable[[Tensor], Tensor]
+    down: Projection
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The model's weights as a pass uses them. Valid until they are next changed."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Norm
+    head: Projection
+    cos: Tensor
+    """(positions, head_dim)"""
+    signed_sin: Tensor
+    """(positions, head_dim); the first half with its sign turned, so that rotating is a roll of the axis."""
+
+
+class Decoder:
+    """Runs passes of `model`, a Hugging Face causal language model, with its weights as `weights` last read them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        untyped: Any = model  # of Hugging Face, which torch's types know nothing of
+        self._model, config = untyped, untyped.config
+        if config.model_type not in MODEL_TYPES:
+            raise RolepoolError(
+                f"the native rollout engine does not know the architecture {type(model).__name__} "
+                f"(model_type {config.model_type}); it knows {', '.join(MODEL_TYPES)}. Write rollout.name=vllm instead"
+            )
+        rope_type = config.rope_parameters["rope_type"]
+        if rope_type not in _ROPE_OF_ANY_LENGTH:
+            raise RolepoolError(
+                f"the native rollout engine does not know rotary embeddings of type {rope_type}, "
+                f"only {', '.join(_ROPE_OF_ANY_LENGTH)}. Write rollout.name=vllm instead"
+            )
+        layers = untyped.model.layers
+        attention = layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._scale: float = attention.scaling
+        self._windows = [_window_of_layer(config, index) for index in range(len(layers))]
+        self._refuse_wrapped_linears()
+        # Heads are counted in the weights, which hold a part of the model's heads where they are split over ranks.
+        self._num_heads: int = attention.q_proj.weight.shape[0] // self._head_dim
+        self._num_kv_heads: int = attention.k_proj.weight.shape[0] // self._head_dim
+        self.max_positions: int = config.max_position_embeddings
+        self.vocab_size: int = config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.model.embed_tokens.weight.device
+        return device
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        embedding = self._model.model.embed_tokens.weight
+        return CacheShape(len(self._windows), self._num_kv_heads, self._head_dim, embedding.dtype, embedding.device)
+
+    def weights(self, num_positions: int, fuse: bool) -> Weights:
+        """The weights as they are now. `fuse` copies those that are applied to the same input side by side: fewer,
+        larger matrix products, at the price of a second copy of half the model while it lasts."""
+        trunk = self._model.model
+        embedding = trunk.embed_tokens.weight
+        cos, sin = trunk.rotary_emb(embedding, torch.arange(num_positions, device=embedding.device)[None])
+        half = self._head_dim // 2
+        return Weights(
+            embedding=embedding,
+            layers=[_read_layer(layer, fuse) for layer in trunk.layers],
+            norm=_read_norm(trunk.norm),
+            head=Projection(self._model.lm_head, fuse=False),
+            cos=cos[0],
+            signed_sin=torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
+        )
+
+    def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
+        """Run the packed tokens of `pieces`; the hidden state (pieces, hidden) after each piece's last token."""
+        device = tokens_t.device
+        slots_t = torch.cat([torch.full((piece.num_tokens,), piece.slot) for piece in pieces]).to(device)
+        positions_t = torch.cat([torch.arange(piece.start, piece.start + piece.num_tokens) for piece in pieces]).to(
+            device
+        )
+        attention = self._prefill_attention(weights, cache, pieces)
+        hidden_te = self._run(weights, cache, tokens_t, positions_t, slots_t, attention)
+        last = torch.tensor([piece.num_tokens for piece in pieces], device=device).cumsum(0) - 1
+        return hidden_te[last]
+
+    def decode(
+        self, weights: Weights, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
+    ) -> Tensor:
+        """Run one token of each of the first slots; the hidden states (slots, hidden). No token stands at `length` or
+        later."""
+        attention = self._decode_attention(weights, cache, positions_b, length)
+        return self._run(weights, cache, tokens_b, positions_b, slots_b, attention)
+
+    def logits(self, weights: Weights, hidden_be: Tensor) -> Tensor:
+        return weights.head(weights.norm(hidden_be))
+
+    def _run(
+        self,
+        weights: Weights,
+        cache: SlotCache,
+        tokens_t: Tensor,
+        positions_t: Tensor,
+        slots_t: Tensor,
+        attention: Attention,
+    ) -> Tensor:
+        num_tokens, num_rotated = tokens_t.shape[0], self._num_heads + self._num_kv_heads
+        half = self._head_dim // 2
+        cos_t1d, sin_t1d = weights.cos[positions_t][:, None], weights.signed_sin[positions_t][:, None]
+        places = cache.places(slots_t, positions_t)
+        x_te = F.embedding(tokens_t, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            qkv_thd = layer.qkv(layer.input_norm(x_te)).view(num_tokens, -1, self._head_dim)
+            qk_thd, values_thd = qkv_thd[:, :num_rotated], qkv_thd[:, num_rotated:]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
+                qk_thd = torch.cat((layer.q_norm(queries_thd), layer.k_norm(keys_thd)), dim=1)
+            qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(half, dims=-1), sin_t1d)
+            cache.write(index, places, qk_thd[:, self._num_heads :], values_thd)
+            x_te = x_te + layer.out(attention(index, qk_thd[:, : self._num_heads]))
+            gate, up = layer.gate_up(layer.mlp_norm(x_te)).chunk(2, dim=-1)
+            x_te = x_te + layer.down(layer.activation(gate) * up)
+        return x_te
+
+    def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
+        """The queries of a group stand on the axis of positions, so that keys are read once and never repeated."""
+        num_rows, num_groups = positions_b.shape[0], self._num_heads // self._num_kv_heads
+        seen_l = torch.arange(length, device=positions_b.device)
+        masks: dict[int | None, Tensor] = {}
+        for window in set(self._windows):
+            hidden_bl = seen_l > positions_b[:, None]
+            if window is not None:
+                hidden_bl = hidden_bl | (seen_l <= positions_b[:, None] - window)
+            mask_bl = torch.zeros_like(hidden_bl, dtype=weights.cos.dtype).masked_fill_(hidden_bl, -torch.inf)
+            masks[window] = mask_bl[:, None, None].repeat(1, 1, num_groups, 1)
+
+        def attend(index: int, queries_bhd: Tensor) -> Tensor:
+            keys_bhld, values_bhld = cache.read(index, slice(0, num_rows), length)
+            outputs_bhgd = F.scaled_dot_product_attention(
+                queries_bhd.unflatten(1, (self._num_kv_heads, num_groups)),
+                keys_bhld,
+                values_bhld,
+                attn_mask=masks[self._windows[index]],
+                scale=self._scale,
+            )
+            return outputs_bhgd.reshape(num_rows, -1)
+
+        return attend
+
+    def _prefill_attention(self, weights: Weights, cache: SlotCache, pieces: list[Piece]) -> Attention:
+        """Pieces of the same extent that stand next to each other are attended to in one product, without padding."""
+        runs: list[tuple[int, Piece, int]] = []  # first token, first piece, number of pieces
+        num_tokens = 0
+        for piece in pieces:
+            first_token, first, num_pieces = runs[-1] if runs else (0, piece, 0)
+            if num_pieces and piece == (first.slot + num_pieces, first.start, first.num_tokens):
+                runs[-1] = (first_token, first, num_pieces + 1)
+            else:
+                runs.append((num_tokens, piece, 1))
+            num_tokens += piece.num_tokens
+
+        def mask_of(piece: Piece, window: int | None) -> Tensor | None:
+            end = piece.start + piece.num_tokens
+            if window is not None and end <= window:
+                window = None
+            if piece.start == 0 and window is None:
+                return None
+            seen_l = torch.arange(end, device=weights.cos.device)
+            own_t1 = seen_l[piece.start :, None]
+            visible_tl = seen_l <= own_t1
+            return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
+
+        masks = {(first, window): mask_of(first, window) for _, first, _ in runs for window in set(self._windows)}
+
+        def attend(index: int, queries_thd: Tensor) -> Tensor:
+            outputs = []
+            for first_token, first, num_pieces in runs:
+                rows = slice(first_token, first_token + num_pieces * first.num_tokens)
+                slots = slice(first.slot, first.slot + num_pieces)
+                keys_nhld, values_nhld = cache.read(index, slots, first.start + first.num_tokens)
+                mask = masks[first, self._windows[index]]
+                outputs_nhtd = F.scaled_dot_product_attention(
+                    queries_thd[rows].unflatten(0, (num_pieces, first.num_tokens)).transpose(1, 2),
+                    keys_nhld,
+                    values_nhld,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=self._scale,
+                    enable_gqa=self._num_heads != self._num_kv_heads,
+                )
+                outputs.append(outputs_nhtd.transpose(1, 2).flatten(2).flatten(0, 1))
+            return torch.cat(outputs)
+
+        return attend
+
+    def _refuse_wrapped_linears(self) -> None:
+        """Of a projection that is more than a linear map (an adapter, a quantized one), `weight` would not be all."""
+        for name, module in self._model.named_modules():
+            is_projection = name.endswith("_proj") or name == "lm_head"
+            if is_projection and type(module).forward is not nn.Linear.forward:
+                raise RolepoolError(
+                    f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}. "
+                    "Merge adapters into the weights first"
+                )
+
+
+def _window_of_layer(config: Any, index: int) -> int | None:
+    """Tokens that a token sees, itself included; None sees all. Mistral has a window in all layers or none, Qwen by
+    layer, Llama never."""
+    if config.model_type == "llama":
+        return None
+    if config.model_type in ("qwen2", "qwen3") and config.layer_types[index] != "sliding_attention":
+        return None
+    window: int | None = config.sliding_window
+    return window
+
+
+def _read_norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _read_layer(layer: Any, fuse: bool) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    has_head_norms = hasattr(attention, "q_norm")
+    return Layer(
+        input_norm=_read_norm(layer.input_layernorm),
+        qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj, fuse=fuse),
+        q_norm=_read_norm(attention.q_norm) if has_head_norms else None,
+        k_norm=_read_norm(attention.k_norm) if has_head_norms else None,
+        out=Projection(attention.o_proj, fuse=False),
+        mlp_norm=_read_norm(layer.post_attention_layernorm),
+        gate_up=Projection(mlp.gate_proj, mlp.up_proj, fuse=fuse),
+        activation=mlp.act_fn,
+        down=Projection(mlp.down_proj, fuse=False),
+    )

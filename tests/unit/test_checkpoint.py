@@ -1,0 +1,694 @@
+"""A state of training is saved by any number of ranks and read by any other; a checkpoint is whole or absent."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.errors import ConfigError, RolepoolError
+from rolepool.models.checkpoint import (
+    checkpoint_folder,
+    export_hf,
+    load_trained,
+    newest_checkpoint,
+    publish,
+    remove_old,
+    save_trained,
+    temporary_folder,
+)
+from rolepool.models.sharding import whole
+from rolepool.models.training import TrainedModel
+
+# Two ranks cut these sizes into halves, three into uneven pieces, and the critic's head of one row into empty ones.
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+# Computes in float64 throughout; Llama's norms go through float32, where a loss taken three times rounds differently.
+CRITIC_SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "classifier_dropout": 0.0,
+    "num_labels": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROWS = 12
+
+
+class Setting(NamedTuple):
+    """What is trained, and how it lies on the ranks."""
+
+    head: str = "tied"
+    dtype: torch.dtype = torch.float32
+    fsdp_size: int = -1
+
+
+# What runs on the ranks
+
+
+def build(setting: Setting, **sizes: Any) -> TrainedModel:
+    """A model in training, the same on every rank and before every save."""
+    torch.manual_seed(0)
+    model: Any
+    if setting.head == "value":
+        model = GPT2ForTokenClassification(GPT2Config(**CRITIC_SIZES))  # type: ignore[no-untyped-call]
+    else:
+        config = LlamaConfig(**{**SIZES, **sizes, "tie_word_embeddings": setting.head == "tied"})
+        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return TrainedModel(
+        model.to(setting.dtype),
+        device="cpu",
+        optim=Optim(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
+        fsdp=Fsdp(fsdp_size=setting.fsdp_size),
+        grad_clip=1.0,
+        num_training_steps=8,
+        checkpointing=False,
+    )
+
+
+def train(trained: TrainedModel, num_steps: int, *, noisy: bool = False) -> list[float]:
+    """Losses of the next steps, over all ranks. A noisy loss depends on all the random states of a process."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    losses = []
+    for _ in range(num_steps):
+        rows = torch.randint(50, (ROWS, 8), generator=torch.Generator().manual_seed(trained.num_updates))
+
+        def loss_of(taken: Any, rows: Tensor = rows) -> tuple[Tensor, dict[str, Tensor]]:
+            logits = trained.model(input_ids=rows[taken], use_cache=False).logits
+            noise = float(torch.rand(())) + random.random() + np.random.normal() if noisy else 0.0
+            loss = (logits.logsumexp(-1) - logits[..., 0] + logits[..., 0] ** 2).mean() * len(taken) / ROWS
+            return (1 + noise) * loss, {"loss": (1 + noise) * loss.detach().double()}
+
+        mine = list(range(ROWS))[rank::num_ranks]
+        losses.append(trained.step([mine[:1], mine[1:]], loss_of)["loss"])
+        trained.num_updates += 1
+    return losses
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def whole_state(trained: TrainedModel) -> dict[str, Any]:
+    """Weights and optimizer states put together by torch, to compare with what is read back."""
+    state = {name: whole(tensor) for name, tensor in trained.model.state_dict().items()}
+    for name, parameter in trained.model.named_parameters():
+        for key, value in trained.optimizer.state[parameter].items():
+            state[f"{name}/{key}"] = whole(value)
+    return {name: tensor.detach().clone().numpy() for name, tensor in state.items()}
+
+
+def save_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple[dict[str, Any], list[float]]:
+    """Three steps, a save, and two more: the state as saved, and the losses after."""
+    trained = build(setting)
+    seed_all(dist.get_rank() if dist.is_initialized() else 0)
+    train(trained, 3, noisy=noisy)
+    with torch.no_grad():  # leaves the outermost parameters of FSDP2 whole, as computing log-probs does
+        trained.model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    save_trained(trained, folder, file_bytes=4000)
+    state = whole_state(trained)
+    return state, train(trained, 2, noisy=noisy)
+
+
+def load_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple[dict[str, Any], list[float]]:
+    """The state as read back by a process that has done other things before, and the losses of the next two steps."""
+    trained = build(setting)
+    seed_all(99)
+    train(trained, 1)
+    load_trained(trained, folder)
+    assert trained.num_updates == 3
+    state = whole_state(trained)
+    return state, train(trained, 2, noisy=noisy)
+
+
+def draws_after_load(folder: Path) -> tuple[float, float, float]:
+    trained = build(Setting())
+    seed_all(99)
+    load_trained(trained, folder)
+    return float(torch.rand(())), random.random(), float(np.random.normal())
+
+
+def error_of_load(setting: Setting, folder: Path) -> str:
+    try:
+        load_trained(build(setting), folder)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def save_and_die_on_rank_1(folder: Path) -> None:
+    """Rank 1 is killed by the system in the middle of its first file."""
+    trained = build(Setting())
+    train(trained, 1)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    save_trained(trained, folder)
+
+
+# Ranks: real processes that talk over gloo
+
+
+class Ranks:
+    """Processes that run a function together, again and again."""
+
+    def __init__(self, num_ranks: int, store: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint"])
+        pipes = [context.Pipe() for _ in range(num_ranks)]
+        self.connections = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(target=serve, args=(rank, num_ranks, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def __call__(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """What the function returned on each rank; `EOFError` for one that died."""
+        for connection in self.connections:
+            connection.send((function, arguments))
+        results = []
+        for connection in self.connections:
+            assert connection.poll(120), f"{function.__name__} did not end"
+            try:
+                failed, result = connection.recv()
+            except EOFError:
+                failed, result = False, EOFError
+            assert not failed, result
+            results.append(result)
+        return results
+
+    def stop(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def serve(rank: int, num_ranks: int, store: Path, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((False, function(*arguments)))
+        except BaseException:
+            connection.send((True, traceback.format_exc()))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """As many ranks as asked for; one is a plain process without torch.distributed."""
+    started: dict[int, Ranks] = {}
+
+    def of(num_ranks: int) -> Ranks:
+        if num_ranks not in started:
+            started[num_ranks] = Ranks(num_ranks, tmp_path_factory.mktemp("store") / "store")
+        return started[num_ranks]
+
+    yield of
+    for group in started.values():
+        group.stop()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+# Any number of ranks to any other
+
+
+FLOAT32, FLOAT64 = Setting("tied"), Setting("value", torch.float64)
+
+
+@pytest.mark.parametrize(("setting", "tolerance"), [(FLOAT32, 1e-6), (FLOAT64, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize("num_saving", [1, 2, 3])
+def test_any_number_of_ranks_reads_what_any_other_saved(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting, tolerance: float
+) -> None:
+    saved, losses = ranks(num_saving)(save_and_go_on, setting, tmp_path / "role")[0]
+    assert sum(name.endswith("/exp_avg_sq") for name in saved) == len(list(build(setting).model.parameters()))
+    for num_loading in (1, 2, 3):
+        for state, losses_after in ranks(num_loading)(load_and_go_on, setting, tmp_path / "role"):
+            assert_same(state, saved)
+            assert losses_after == pytest.approx(losses, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_going_on_with_as_many_ranks_is_the_same_bit_for_bit(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_ranks: int
+) -> None:
+    uninterrupted = ranks(num_ranks)(save_and_go_on, Setting("untied"), tmp_path / "role", True)
+    resumed = ranks(num_ranks)(load_and_go_on, Setting("untied"), tmp_path / "role", True)
+    assert [losses for _, losses in resumed] == [losses for _, losses in uninterrupted]
+
+
+def test_random_states_come_back_on_each_rank_and_only_for_as_many_ranks(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    ranks(2)(save_and_go_on, Setting(), tmp_path / "role")
+    first, second = ranks(2)(draws_after_load, tmp_path / "role")
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    seed_all(99)
+    as_seeded = (float(torch.rand(())), random.random(), float(np.random.normal()))
+    assert ranks(3)(draws_after_load, tmp_path / "role") == [as_seeded] * 3
+
+
+@pytest.mark.parametrize(("num_ranks", "fsdp_size"), [(2, 1), (4, 2)])
+def test_replicas_are_written_once(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_ranks: int, fsdp_size: int
+) -> None:
+    setting = Setting(fsdp_size=fsdp_size)
+    saved, _ = ranks(num_ranks)(save_and_go_on, setting, tmp_path / "role")[0]
+    assert rows_on_disk(tmp_path / "role") == rows_of(saved)
+    for num_loading, of_loading in ((1, -1), (3, -1), (num_ranks, fsdp_size)):
+        for state, _ in ranks(num_loading)(load_and_go_on, Setting(fsdp_size=of_loading), tmp_path / "role"):
+            assert_same(state, saved)
+
+
+def test_a_rank_writes_its_own_rows_only_and_nothing_is_pickled(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    saved, _ = ranks(2)(save_and_go_on, Setting(), tmp_path / "role")[0]
+    assert {path.suffix for path in (tmp_path / "role").iterdir()} == {".json", ".safetensors"}
+    assert rows_on_disk(tmp_path / "role") == rows_of(saved)
+    first = load_file(tmp_path / "role" / "model_rank_00000_of_00002_000.safetensors")
+    np.testing.assert_array_equal(first["model.embed_tokens.weight"], saved["model.embed_tokens.weight"][:25])
+
+
+def rows_on_disk(folder: Path) -> dict[str, int]:
+    """Rows of each tensor, counted over all files."""
+    rows: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            rows[name] = rows.get(name, 0) + (len(tensor) if tensor.dim() else 1)
+    return rows
+
+
+def rows_of(state: dict[str, Any]) -> dict[str, int]:
+    """Rows of each tensor of a state; of tied weights those of one."""
+    return {name: len(value) if value.ndim else 1 for name, value in state.items() if name != "lm_head.weight"}
+
+
+def test_a_model_that_has_not_been_updated_is_saved_without_optimizer_states(tmp_path: Path) -> None:
+    save_trained(build(Setting()), tmp_path / "role")
+    trained = build(Setting())
+    train(trained, 1)
+    load_trained(trained, tmp_path / "role")
+    assert trained.num_updates == 0
+    assert not trained.optimizer.state
+    assert train(trained, 2) == train(build(Setting()), 2)
+
+
+def test_a_save_goes_into_a_new_folder(tmp_path: Path) -> None:
+    save_trained(build(Setting()), tmp_path / "role")
+    with pytest.raises(ConfigError, match="not empty"):
+        save_trained(build(Setting()), tmp_path / "role")
+
+
+# What does not fit, or is damaged, changes nothing
+
+
+@pytest.fixture
+def role(tmp_path: Path) -> Path:
+    """A saved role of one rank, in files of a few tensors each."""
+    trained = build(Setting("untied"))
+    train(trained, 2)
+    save_trained(trained, tmp_path / "role", file_bytes=4000)
+    return tmp_path / "role"
+
+
+def assert_refused(trained: TrainedModel, folder: Path, *expected: str) -> None:
+    """Loading is refused in these words, and nothing of the model, the optimizer or the random states is changed."""
+    before, updates, rng = whole_state(trained), trained.num_updates, torch.get_rng_state()
+    with pytest.raises(ConfigError) as caught:
+        load_trained(trained, folder)
+    assert isinstance(caught.value, RolepoolError)
+    for words in expected:
+        assert words in str(caught.value)
+    assert_same(whole_state(trained), before)
+    assert trained.num_updates == updates
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def trained_otherwise(setting: Setting, **sizes: Any) -> TrainedModel:
+    trained = build(setting, **sizes)
+    train(trained, 1)
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("setting", "sizes", "expected"),
+    [
+        (
+            Setting("untied", torch.float64),
+            {},
+            ["model_rank_00000_of_00001_000.safetensors: model.embed_tokens.weight"],
+        ),
+        (Setting("untied"), {"vocab_size": 51}, ["model.embed_tokens.weight is [50, 16] float32", "[51, 16] float32"]),
+        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is missing", "more"]),
+        (
+            Setting("untied"),
+            {"num_hidden_layers": 1},
+            ["model.layers.1.self_attn.q_proj.weight is saved, and the model"],
+        ),
+        (
+            Setting("tied"),
+            {},
+            ["lm_head.weight is saved, and the model has no such", "lm_head.weight/exp_avg is saved"],
+        ),
+    ],
+    ids=["dtype", "shape", "missing", "unexpected", "tied"],
+)
+def test_a_state_of_another_model_is_refused(
+    role: Path, setting: Setting, sizes: dict[str, Any], expected: list[str]
+) -> None:
+    assert_refused(trained_otherwise(setting, **sizes), role, *expected)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def damage_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:9] + b"\0" + data[10:])
+
+
+def hold_other_rows(path: Path) -> None:
+    """Another tensor of the same size in place of the first."""
+    tensors = load_file(path)
+    first = min(tensors)
+    save_file({**tensors, first: tensors[first].reshape(-1, 2)}, path)
+    fix_size(path)
+
+
+def lose_a_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors[min(tensors)]
+    save_file(tensors, path)
+    fix_size(path)
+
+
+def fix_size(path: Path) -> None:
+    index = path.parent / "rank_00000_of_00001.json"
+    content = json.loads(index.read_text())
+    content[path.name.split("_")[0]][path.name]["num_bytes"] = path.stat().st_size
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (Path.unlink, "missing"),
+        (cut_off, "cut off or was changed"),
+        (damage_header, "not a whole safetensors file"),
+        (hold_other_rows, "and the index says"),
+        (lose_a_tensor, "is missing"),
+    ],
+    ids=["missing", "cut off", "header", "other shape", "tensor lost"],
+)
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_damaged_file_is_named_and_changes_nothing(
+    role: Path, kind: str, damage: Callable[[Path], None], words: str
+) -> None:
+    last = max(role.glob(f"{kind}_*.safetensors"))
+    damage(last)
+    assert_refused(trained_otherwise(Setting("untied")), role, f"{last}: ", words)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1"])
+def test_a_damaged_index_is_named_and_changes_nothing(role: Path, text: str) -> None:
+    index = role / "rank_00000_of_00001.json"
+    index.write_text(text)
+    assert_refused(trained_otherwise(Setting("untied")), role, f"{index}: not an index of a save")
+
+
+def test_rows_that_no_file_has_are_an_error(role: Path) -> None:
+    index = role / "rank_00000_of_00001.json"
+    content = json.loads(index.read_text())
+    content["model"]["model_rank_00000_of_00001_000.safetensors"]["tensors"]["model.embed_tokens.weight"]["stop"] = 49
+    index.write_text(json.dumps(content))
+    assert_refused(trained_otherwise(Setting("untied")), role, "model.embed_tokens.weight is saved to row 49 of 50")
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(role: Path) -> None:
+    index = role / "rank_00000_of_00001.json"
+    index.write_text(index.read_text().replace('"model_rank_00000_of_00001_000', '"../model_rank_00000_of_00001_000'))
+    assert_refused(trained_otherwise(Setting("untied")), role, "not a file of")
+
+
+def test_a_folder_that_is_not_a_save_is_named(tmp_path: Path) -> None:
+    assert_refused(trained_otherwise(Setting()), tmp_path / "nothing", str(tmp_path / "nothing"), "not a saved role")
+
+
+def test_the_index_of_a_rank_that_is_missing_is_named_on_every_rank(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    ranks(2)(save_and_go_on, Setting(), tmp_path / "role")
+    missing = tmp_path / "role" / "rank_00001_of_00002.json"
+    missing.unlink()
+    assert ranks(3)(error_of_load, Setting(), tmp_path / "role") == [f"{missing}: missing"] * 3
+
+
+# Whole or absent
+
+
+def save_step(run_dir: Path, step: int, *parts: str) -> Path:
+    """A checkpoint as a trainer makes it."""
+    final = checkpoint_folder(run_dir, step)
+    temporary = temporary_folder(final)
+    for part in parts or ("actor", "critic"):
+        save_trained(SMALL, temporary / part)
+    (temporary / "trainer.json").write_text(json.dumps({"step": step}))
+    publish(temporary, final)
+    return final
+
+
+SMALL = build(Setting())
+
+
+def steps(run_dir: Path) -> dict[str, list[str]]:
+    return {
+        path.name: sorted(part.name for part in path.iterdir() if part.is_dir())
+        for path in sorted((run_dir / "checkpoints").iterdir())
+    }
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it_the_newest(tmp_path: Path) -> None:
+    before = save_step(tmp_path, 10)
+    temporary = temporary_folder(checkpoint_folder(tmp_path, 20))
+    group = Ranks(2, tmp_path / "store")
+    assert group(save_and_die_on_rank_1, temporary / "actor") == [None, EOFError]
+    group.stop()
+    assert group.processes[1].exitcode == -signal.SIGXFSZ
+    written = {path.name for path in (temporary / "actor").iterdir()}
+    assert {"rank_00000_of_00002.json", "model_rank_00000_of_00002_000.safetensors"} <= written
+    assert not any("rank_00001" in name for name in written)
+    assert newest_checkpoint(tmp_path) == before
+    load_trained(build(Setting()), before / "actor")
+
+    # Even under the final name it would not be taken for a checkpoint.
+    (temporary / "trainer.json").write_text("{}")
+    publish(temporary, checkpoint_folder(tmp_path, 20))
+    assert newest_checkpoint(tmp_path) == before
+
+
+def test_a_kill_before_publishing_leaves_the_checkpoint_before_it_the_newest(tmp_path: Path) -> None:
+    before = save_step(tmp_path, 10)
+    temporary = temporary_folder(checkpoint_folder(tmp_path, 20))
+    save_trained(SMALL, temporary / "actor")
+    (temporary / "trainer.json").write_text("{}")
+    assert newest_checkpoint(tmp_path) == before
+    after = save_step(tmp_path, 20)  # the next try is not in the way of the last
+    assert newest_checkpoint(tmp_path) == after
+    assert list(steps(tmp_path)) == ["step_000010", "step_000020"]
+
+
+def test_the_newest_is_the_highest_step_and_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for step in (999_999, 1_000_000, 20):
+        save_step(tmp_path, step, "actor")
+    (tmp_path / "checkpoints" / "step_old").mkdir()
+    (tmp_path / "checkpoints" / "step_9000000").write_text("a file")
+    assert newest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1_000_000)
+
+
+@pytest.mark.parametrize("lost", ["trainer.json", "critic/rank_00000_of_00001.json", "critic"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(
+    tmp_path: Path, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = save_step(tmp_path, 1), save_step(tmp_path, 2)
+    (after / lost).rename(tmp_path / "lost")
+    assert newest_checkpoint(tmp_path, ["actor", "critic"]) == before
+    assert newest_checkpoint(tmp_path, ["actor"]) == (after if lost == "critic" else before)
+    assert bool(caplog.records) == (lost != "critic")
+
+
+def test_publishing_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_step(tmp_path, 10)
+    (tmp_path / "checkpoints" / ".tmp-replaced-step_000010").mkdir()  # a kill while it was replaced before
+    save_step(tmp_path, 10, "actor")
+    assert steps(tmp_path) == {"step_000010": ["actor"]}
+
+
+def test_each_part_is_kept_as_often_as_asked_for(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step)
+    (tmp_path / "checkpoints" / ".tmp-removed-step_000000").mkdir()  # a kill while that was removed
+    remove_old(tmp_path, "critic", keep=3)
+    assert list(steps(tmp_path)) == [f"step_00000{step}" for step in (1, 2, 3, 4)]
+    assert steps(tmp_path)["step_000001"] == ["actor"]
+    remove_old(tmp_path, "actor", keep=2)
+    both = ["actor", "critic"]
+    assert steps(tmp_path) == {"step_000002": ["critic"], "step_000003": both, "step_000004": both}
+    remove_old(tmp_path, "actor", keep=1)
+    remove_old(tmp_path, "critic", keep=1)
+    assert steps(tmp_path) == {"step_000004": both}
+
+
+def test_the_newest_whole_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    (checkpoint_folder(tmp_path, 3) / "critic" / "rank_00000_of_00001.json").unlink()
+    remove_old(tmp_path, "actor", keep=1)
+    remove_old(tmp_path, "critic", keep=1)
+    assert newest_checkpoint(tmp_path, ["actor", "critic"]) == checkpoint_folder(tmp_path, 2)
+    assert list(steps(tmp_path)) == ["step_000002", "step_000003"]
+
+
+# Export
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A model folder as users have it: configuration, tokenizer, weights."""
+    folder = tmp_path / "model"
+    build(Setting()).model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+    vocabulary = {f"t{number}": number for number in range(50)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"not to be copied")
+    return folder
+
+
+def own_export(setting: Setting, folder: Path, out_dir: Path) -> dict[str, Tensor]:
+    """What the model's own `save_pretrained` writes of a saved role."""
+    trained = build(setting)
+    load_trained(trained, folder)
+    trained.model.save_pretrained(out_dir)  # type: ignore[operator]
+    return load_file(out_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("head", ["tied", "untied", "value"])
+def test_an_export_is_what_save_pretrained_writes_and_from_pretrained_loads(
+    ranks: Callable[[int], Ranks], tmp_path: Path, model_folder: Path, num_ranks: int, head: str
+) -> None:
+    saved, _ = ranks(num_ranks)(save_and_go_on, Setting(head), tmp_path / "role")[0]
+    export_hf(tmp_path / "role", model_folder, tmp_path / "out")
+    own = own_export(Setting(head), tmp_path / "role", tmp_path / "own")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == own.keys()
+    assert all(torch.equal(exported[name], own[name]) for name in own)
+    auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+    model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert_same({name: tensor.numpy() for name, tensor in model.state_dict().items()}, weights_of(saved))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 50
+
+
+def weights_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if "/" not in name}
+
+
+def test_an_export_takes_what_lies_beside_the_weights(role: Path, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()  # an empty folder is as good as none
+    export_hf(role, model_folder, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} <= names
+    assert not {"model.safetensors.index.json", "pytorch_model.bin"} & names
+    assert not list(tmp_path.glob(".tmp-*"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
+
+
+def test_a_large_export_is_spread_over_files_of_bounded_size(role: Path, model_folder: Path, tmp_path: Path) -> None:
+    export_hf(role, model_folder, tmp_path / "out", torch.bfloat16, file_bytes=4000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    held = {file: load_file(tmp_path / "out" / file) for file in files}
+    assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
+    assert all(sum(tensor.nbytes for tensor in tensors.values()) <= 4000 for tensors in held.values())
+    own = own_export(Setting("untied"), role, tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, own[name].bfloat16()) for name, tensor in model.state_dict().items())
+
+
+def test_an_export_does_not_write_over_anything(role: Path, model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is there already"):
+        export_hf(role, model_folder, model_folder)
+    with pytest.raises(ConfigError, match="not a model folder"):
+        export_hf(role, tmp_path, tmp_path / "out")
+    cut_off(max(role.glob("model_*.safetensors")))
+    with pytest.raises(ConfigError, match="cut off"):
+        export_hf(role, model_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
