@@ -182,9 +182,9 @@ def without_padding(result: Any, share: Share | None) -> Any:
 
 def fetch_columns(columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
     """The values of columns, wherever they are. An object that died with its producer is a WorkerError naming it."""
-    refs = [column.ref for column, _ in columns if column.ref is not None]
+    refs = {column.ref: producer for column, producer in columns if column.ref is not None}
     try:
-        stored = iter(ray.get(refs, timeout=FETCH_TIMEOUT_S))
+        stored = dict(zip(refs, ray.get(list(refs), timeout=FETCH_TIMEOUT_S), strict=True))
     except ObjectLostError as error:
         raise _lost(error, columns) from None
     except GetTimeoutError:
@@ -193,7 +193,10 @@ def fetch_columns(columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
         ) from None
     except RayError as error:
         raise WorkerError(f"results of {columns[0][1]} could not be fetched: {error}") from None
-    return [decode(next(stored) if column.inline is None else column.inline) for column, _ in columns]
+    objects = {ref: decode(encoded) for ref, encoded in stored.items()}
+    return [
+        objects[column.ref][column.name] if column.inline is None else decode(column.inline) for column, _ in columns
+    ]
 
 
 def _lost(error: ObjectLostError, columns: Sequence[tuple[Column, Producer]]) -> WorkerError:

@@ -1,4 +1,4 @@
-"""Results that stay where they were made: a small header for the driver, one object per key for whoever reads it.
+"""Results that stay where they were made: a small header for the driver, objects of keys for whoever reads them.
 
 Owns the form of a reply and putting rows of it together. How objects are stored and fetched is handed in.
 """
@@ -21,7 +21,12 @@ from rolepool.protocol.rows import pieces
 
 Rows = range | npt.NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
-"""A batch up to this size travels in its header; beyond, each key is an object of its own."""
+"""A batch up to this size travels in its header."""
+ALONE_BYTES = 4 * 2**20
+"""A key from this size on is an object of its own, so that who does not read it does not fetch it. Smaller ones share
+objects: storing one costs milliseconds, about as long as it takes to send this much."""
+SHARED_BYTES = 16 * 2**20
+"""The most that keys which share an object come to."""
 
 
 class Producer(NamedTuple):
@@ -40,8 +45,12 @@ class Producer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One key of one rank's result: where its object is, or the value itself where it is small."""
+    """One key of one rank's result: the object it is in, or the value itself where the whole batch is small.
 
+    An object holds a dict of keys to values.
+    """
+
+    name: str
     num_bytes: int
     is_tensor: bool
     ref: Any = None
@@ -76,24 +85,35 @@ Fetch = Callable[[Sequence[tuple[Column, Producer]]], list[Any]]
 def leave_here(batch: DataProto, producer: Producer, store: Callable[[Encoded], Any]) -> RemoteBatch:
     """The header of a batch whose keys are stored where it was made."""
     tensors = {} if batch.batch is None else dict(batch.batch.items())
-    encoded = {key: encode(value) for key, value in (*tensors.items(), *batch.non_tensor_batch.items())}
+    values = {**tensors, **batch.non_tensor_batch}
+    encoded = {key: encode(value) for key, value in values.items()}
     sizes = {key: sum(buffer.nbytes for buffer in value.buffers) for key, value in encoded.items()}
-    inline = sum(sizes.values()) <= INLINE_BYTES
+    refs: dict[str, Any] = {}
+    if sum(sizes.values()) > INLINE_BYTES:
+        for keys in objects_of(sizes):
+            refs.update(dict.fromkeys(keys, store(encode({key: values[key] for key in keys}))))
+    columns = {
+        key: Column(key, sizes[key], key in tensors, refs.get(key), None if refs else encoded[key]) for key in values
+    }
     return RemoteBatch(
         num_rows=len(batch),
         batch_size=None if batch.batch is None else tuple(batch.batch.batch_size),
-        columns={
-            key: Column(
-                num_bytes=sizes[key],
-                is_tensor=key in tensors,
-                ref=None if inline else store(value),
-                inline=value if inline else None,
-            )
-            for key, value in encoded.items()
-        },
+        columns=columns,
         meta_info=encode(batch.meta_info),
         producer=producer,
     )
+
+
+def objects_of(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Which keys are stored together: large ones alone, others side by side up to a bound."""
+    objects = [[key] for key, size in sizes.items() if size >= ALONE_BYTES]
+    shared: list[str] = []
+    for key in (key for key, size in sizes.items() if size < ALONE_BYTES):
+        if shared and sum(sizes[other] for other in shared) + sizes[key] > SHARED_BYTES:
+            objects.append(shared)
+            shared = []
+        shared.append(key)
+    return [*objects, shared] if shared else objects
 
 
 def gather_rows(batches: Sequence[RemoteBatch], rows: Rows, keys: Iterable[str] | None, fetch: Fetch) -> DataProto:
