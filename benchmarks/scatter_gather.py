@@ -1,6 +1,6 @@
 """A 64 MiB batch of 8 keys to 4 workers and back, and a chain of three calls over two pools, against bare Ray.
 
-    python benchmarks/scatter_gather.py [--rounds 7] [--mib 64]
+    python benchmarks/scatter_gather.py [--rounds 15] [--mib 64]
 
 Scatter and gather: rolepool, against bare Ray actors that are each sent a cloned chunk, against chunk views (which
 pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goal: at least 2x the clones.
@@ -28,6 +28,7 @@ from rolepool import Cluster, DataProto, Dispatch, ResourcePoolManager, Role, Wo
 from rolepool.placement.plan import place
 
 NUM_WORKERS, NUM_KEYS, NUM_ROWS = 4, 8, 1024
+STORE_BYTES = 768 * 2**20
 SWITCH = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
@@ -82,9 +83,25 @@ def with_bare_actors(actors: list[Any], batch: dict[str, torch.Tensor], clone: b
     return {key: torch.cat([answer[key] for answer in answers]) for key in batch}
 
 
+def start_ray() -> None:
+    """With a small object store, so that all ways soon run on memory that has been written to before.
+
+    In a large one every object would lie on new pages for a long time, and what is measured would be the kernel's
+    first touch of them.
+    """
+    ray.init(
+        address="local",
+        num_cpus=3 * NUM_WORKERS + 1,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        logging_level="WARNING",
+        log_to_driver=False,
+    )
+
+
 def time_bare_clones(rounds: int, num_mib: int) -> list[float]:
     """With a Ray of its own, as the switch is read when processes start."""
-    ray.init(address="local", num_cpus=NUM_WORKERS + 1, include_dashboard=False, logging_level="WARNING")
+    start_ray()
     actors = [ray.remote(BareEcho).options(num_cpus=1).remote() for _ in range(NUM_WORKERS)]
     batch = make_batch(num_mib)
     times = [seconds(lambda: with_bare_actors(actors, batch, clone=True)) for _ in range(rounds + 2)]
@@ -99,6 +116,55 @@ def with_switch(rounds: int, num_mib: int) -> list[float]:
     return [float(number) for number in re.findall(r"took (\S+)", output)]
 
 
+def alternating(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """All ways in turn, so that whatever else the machine does falls on all alike; the first rounds warm up."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(rounds + 3):
+        for name, way in ways.items():
+            took = seconds(way)
+            if round_number >= 3:
+                times[name].append(took)
+    return times
+
+
+def time_scatter_and_gather(rounds: int, num_mib: int) -> dict[str, list[float]]:
+    pools = ResourcePoolManager({"pool": [NUM_WORKERS]}, {Role.Actor: "pool"})
+    with Cluster(place(pools, [NUM_WORKERS], device="cpu")) as cluster:
+        role = cluster.groups["pool"].add_role("echo", Echo)
+        actors = [ray.remote(BareEcho).options(num_cpus=1).remote() for _ in range(NUM_WORKERS)]
+        batch = make_batch(num_mib)
+        proto = DataProto.from_dict(batch)
+        times = alternating(
+            {
+                "rolepool": lambda: role.echo(proto).get(),
+                "bare Ray, cloned chunks": lambda: with_bare_actors(actors, batch, clone=True),
+            },
+            rounds,
+        )
+        times.update(
+            alternating({"bare Ray, chunk views": lambda: with_bare_actors(actors, batch, clone=False)}, rounds)
+        )
+    return times
+
+
+def time_chain(rounds: int, num_mib: int) -> dict[str, list[float]]:
+    half = NUM_WORKERS // 2
+    pools = ResourcePoolManager({"left": [half], "right": [half]}, {Role.Actor: "left", Role.Critic: "right"})
+    with Cluster(place(pools, [NUM_WORKERS], device="cpu")) as cluster:
+        left = cluster.groups["left"].add_role("left", Echo)
+        right = cluster.groups["right"].add_role("right", Echo)
+        seeds = DataProto.from_dict({"seed": torch.arange(NUM_ROWS)})
+        return alternating(
+            {
+                "chain, futures": lambda: float(sum(left.read(right.echo(left.make(seeds, num_mib))).get())),
+                "chain, get and re-send": lambda: float(
+                    sum(left.read(right.echo(left.make(seeds, num_mib).get()).get()).get())
+                ),
+            },
+            rounds,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -110,43 +176,10 @@ def main() -> None:
             print(f"took {took}")
         return
     torch.set_num_threads(1)
-    zero_copy_switch = with_switch(options.rounds, options.mib)
-    half = NUM_WORKERS // 2
-    pools = ResourcePoolManager(
-        {"all": [NUM_WORKERS], "left": [half], "right": [half]},
-        {Role.Actor: "all", Role.Critic: "left", Role.RewardModel: "right"},
-    )
-    plan = place(pools, [2 * NUM_WORKERS], device="cpu")
-    with Cluster(plan, num_cpus=3 * NUM_WORKERS + 1) as cluster:
-        everyone = cluster.groups["all"].add_role("echo", Echo)
-        left = cluster.groups["left"].add_role("left", Echo)
-        right = cluster.groups["right"].add_role("right", Echo)
-        actors = [ray.remote(BareEcho).options(num_cpus=1).remote() for _ in range(NUM_WORKERS)]
-        batch = make_batch(options.mib)
-        proto = DataProto.from_dict(batch)
-
-        seeds = DataProto.from_dict({"seed": torch.arange(NUM_ROWS)})
-
-        def chain_of_futures() -> float:
-            return float(sum(left.read(right.echo(left.make(seeds, options.mib))).get()))
-
-        def chain_of_results() -> float:
-            return float(sum(left.read(right.echo(left.make(seeds, options.mib).get()).get()).get()))
-
-        ways: dict[str, Callable[[], Any]] = {
-            "rolepool": lambda: everyone.echo(proto).get(),
-            "bare Ray, cloned chunks": lambda: with_bare_actors(actors, batch, clone=True),
-            "bare Ray, chunk views": lambda: with_bare_actors(actors, batch, clone=False),
-            "chain, futures": chain_of_futures,
-            "chain, get and re-send": chain_of_results,
-        }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for round_number in range(options.rounds + 2):
-            for name, way in ways.items():
-                took = seconds(way)
-                if round_number >= 2:  # the first rounds warm up
-                    times[name].append(took)
-    times["bare Ray, its zero-copy switch"] = zero_copy_switch
+    times = {"bare Ray, its zero-copy switch": with_switch(options.rounds, options.mib)}
+    start_ray()
+    times.update(time_scatter_and_gather(options.rounds, options.mib))
+    times.update(time_chain(options.rounds, options.mib))
     middle = {name: statistics.median(values) for name, values in times.items()}
     for name, took in middle.items():
         print(f"{name:32} {took * 1e3:8.1f} ms")

@@ -22,10 +22,10 @@ from rolepool.protocol.rows import pieces
 Rows = range | npt.NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
 """A batch up to this size travels in its header."""
-ALONE_BYTES = 4 * 2**20
+ALONE_BYTES = 8 * 2**20
 """A key from this size on is an object of its own, so that who does not read it does not fetch it. Smaller ones share
 objects: storing one costs milliseconds, about as long as it takes to send this much."""
-SHARED_BYTES = 16 * 2**20
+SHARED_BYTES = 32 * 2**20
 """The most that keys which share an object come to."""
 
 
