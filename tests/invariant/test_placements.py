@@ -131,7 +131,18 @@ def one_rank(demo: Demo) -> Course:
     return run(demo, PLACEMENTS["standard, 1 rank"])
 
 
-@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "standard, 1 rank"])
+IN_EVERY_RUN = ("standard, 2 ranks", "split, 1 and 1", "rollout alone")
+"""The others take as long again; `-m slow` runs them."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
+        for name in PLACEMENTS
+        if name != "standard, 1 rank"
+    ],
+)
 def test_a_run_is_the_same_under_every_placement(name: str, demo: Demo, one_rank: Course) -> None:
     other = run(demo, PLACEMENTS[name])
     different = sum(int((a != b).sum()) for a, b in zip(one_rank.responses, other.responses, strict=True))
