@@ -3,6 +3,7 @@
 import os
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub; a name that is no folder is to fail at once
 
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def rolepool(
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty_cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 

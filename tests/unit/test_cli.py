@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolepool import __version__
-from rolepool.config.built import not_built
+from rolepool.config.built import VALUES_IN_FORCE, is_built
 from rolepool.config.schema import all_keys
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "plan_deepseek7b_split.txt"
@@ -282,7 +282,7 @@ def test_every_key_can_be_explained(rolepool: Rolepool, key: str) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith(f"{key} = ")
     assert all_keys()[key].doc in outcome.out
-    assert ("not built yet" in outcome.out) == bool(not_built([key]))
+    assert ("not built yet" in outcome.out) == (not is_built(key))
 
 
 def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
@@ -298,24 +298,39 @@ def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
 # Train
 
 
-def test_train_refuses_keys_that_are_set_and_not_built(rolepool: Rolepool) -> None:
-    refused = not_built(all_keys())
-    assert {"data.train_batch_size", "critic.optim.lr"} <= set(refused), "built by now: name keys that are not"
-    outcome = rolepool("train", "placement.strategy=split", "data.train_batch_size=512", "critic.optim.lr=1e-4")
+def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
+    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
     assert (outcome.code, outcome.out) == (2, "")
-    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
-    assert errors[:-1] == [
-        "error: data.train_batch_size=512: not built yet; leave it out",
-        "error: critic.optim.lr=0.0001: not built yet; leave it out",
+    assert outcome.err.splitlines() == [
+        "error: actor_rollout_ref.model.lora_rank=8: not built yet; leave it out",
+        "error: actor_rollout_ref.rollout.name=vllm: not built yet; leave it out",
     ]
 
 
+def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolepool) -> None:
+    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.name=native")
+    assert outcome.code == 2, "there is no model"
+    assert "not built yet; leave it out" not in outcome.err
+
+
 def test_train_lists_the_defaults_that_are_not_in_force(rolepool: Rolepool) -> None:
-    outcome = rolepool("train", "placement.strategy=split", "data.train_batch_size=512")
+    outcome = rolepool("train", "actor_rollout_ref.rollout.enforce_eager=true")
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("defaults not in force yet: ")]
     listed = re.findall(r"(?:: |, )([a-z][\w.]+)=", line)
-    assert listed == [path for path in not_built(all_keys()) if path != "data.train_batch_size"]
-    assert "trainer.total_epochs=30" in line
+    assert set(listed) < set(VALUES_IN_FORCE)
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization" in listed
+    assert "actor_rollout_ref.rollout.enforce_eager" not in listed
+
+
+def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:
+    without = rolepool("train")
+    assert (without.code, without.err.splitlines()[-1].split(":")[:2]) == (
+        2,
+        ["error", " actor_rollout_ref.model.path=null"],
+    )
+    wrong = rolepool("train", "actor_rollout_ref.model.path=no/such/folder")
+    assert wrong.code == 2
+    assert "error: actor_rollout_ref.model.path=no/such/folder: " in wrong.err
 
 
 def test_train_reports_a_wrong_config_as_plan_does(rolepool: Rolepool) -> None:

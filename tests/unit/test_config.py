@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
-from rolepool.config.describe import markdown, value_of
+from rolepool.config.describe import markdown
 from rolepool.config.loading import changed_keys, nearest_key, show
 from rolepool.config.schema import all_keys, all_sections
 from rolepool.config.unsupported import WHY_UNSUPPORTED
@@ -199,7 +199,7 @@ def load(*overrides: str) -> LoadedConfig:
 
 
 def value(key: str, *overrides: str) -> object:
-    return value_of(key, load(*overrides))
+    return load(*overrides).value_of(key)
 
 
 def problems(*overrides: str, files: tuple[str, ...] = ()) -> list[str]:
