@@ -146,12 +146,12 @@ def _write_model(folder: Path, model_class: Callable[[LlamaConfig], PreTrainedMo
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def _model_config() -> LlamaConfig:
@@ -175,7 +175,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     """One token for each letter. `?` stands for everything else and is a word like others, not a special token."""
     words = Tokenizer(WordLevel({token: number for number, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=PAD, eos_token=EOS, padding_side="left", clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = CHAT_TEMPLATE
