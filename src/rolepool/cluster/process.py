@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,12 +31,14 @@ from rolepool.cluster.calls import Call, pack_reply, resolve, unpack_call, witho
 from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
+from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.remote import Producer, Reply, leave_here
 from rolepool.protocol.rows import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
 logger = logging.getLogger(__name__)
 
+NUM_STORING_THREADS = 4
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -84,6 +87,7 @@ class WorkerProcess:
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
         self._store: TCPStore | None = None
+        self._storing = ThreadPoolExecutor(NUM_STORING_THREADS)
         self._address = ray.util.get_node_ip_address()
 
     def whereabouts(self) -> Whereabouts:
@@ -168,7 +172,7 @@ class WorkerProcess:
                 result = None
             elif call.returns_rows:
                 result = without_padding(result, share)
-            batch = leave_here(result, producer, ray.put) if isinstance(result, DataProto) else None
+            batch = leave_here(result, producer, self._store_all) if isinstance(result, DataProto) else None
         span = self._span(call.role, call.method, call.queued_s, start_s)
         return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
 
@@ -181,6 +185,10 @@ class WorkerProcess:
         if inspect.iscoroutine(result):
             result = self._loop.run_until_complete(result)
         return result, shares[0] if shares else None
+
+    def _store_all(self, objects: list[Encoded]) -> list[Any]:
+        """Into shared memory, several at a time: storing one is mostly waiting for the node's store to answer."""
+        return list(self._storing.map(ray.put, objects))
 
     def _role(self, name: str) -> Worker:
         if name in self._failed_roles:

@@ -22,11 +22,8 @@ from rolepool.protocol.rows import pieces
 Rows = range | npt.NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
 """A batch up to this size travels in its header."""
-ALONE_BYTES = 8 * 2**20
-"""A key from this size on is an object of its own, so that who does not read it does not fetch it. Smaller ones share
-objects: storing one costs milliseconds, about as long as it takes to send this much."""
-SHARED_BYTES = 32 * 2**20
-"""The most that keys which share an object come to."""
+ALONE_BYTES = 64 * 1024
+"""A key over this size is an object of its own, so that who does not read it does not fetch it; tiny ones share."""
 
 
 class Producer(NamedTuple):
@@ -82,16 +79,18 @@ Fetch = Callable[[Sequence[tuple[Column, Producer]]], list[Any]]
 """The values of columns, all fetched side by side."""
 
 
-def leave_here(batch: DataProto, producer: Producer, store: Callable[[Encoded], Any]) -> RemoteBatch:
-    """The header of a batch whose keys are stored where it was made."""
+def leave_here(batch: DataProto, producer: Producer, store: Callable[[list[Encoded]], Iterable[Any]]) -> RemoteBatch:
+    """The header of a batch whose keys are stored where it was made. `store` takes all objects at once."""
     tensors = {} if batch.batch is None else dict(batch.batch.items())
     values = {**tensors, **batch.non_tensor_batch}
     encoded = {key: encode(value) for key, value in values.items()}
     sizes = {key: sum(buffer.nbytes for buffer in value.buffers) for key, value in encoded.items()}
     refs: dict[str, Any] = {}
     if sum(sizes.values()) > INLINE_BYTES:
-        for keys in objects_of(sizes):
-            refs.update(dict.fromkeys(keys, store(encode({key: values[key] for key in keys}))))
+        objects = objects_of(sizes)
+        stored = store([encode({key: values[key] for key in keys}) for keys in objects])
+        for keys, ref in zip(objects, stored, strict=True):
+            refs.update(dict.fromkeys(keys, ref))
     columns = {
         key: Column(key, sizes[key], key in tensors, refs.get(key), None if refs else encoded[key]) for key in values
     }
@@ -105,15 +104,9 @@ def leave_here(batch: DataProto, producer: Producer, store: Callable[[Encoded], 
 
 
 def objects_of(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which keys are stored together: large ones alone, others side by side up to a bound."""
-    objects = [[key] for key, size in sizes.items() if size >= ALONE_BYTES]
-    shared: list[str] = []
-    for key in (key for key, size in sizes.items() if size < ALONE_BYTES):
-        if shared and sum(sizes[other] for other in shared) + sizes[key] > SHARED_BYTES:
-            objects.append(shared)
-            shared = []
-        shared.append(key)
-    return [*objects, shared] if shared else objects
+    """Which keys are stored together: each alone, but for tiny ones."""
+    tiny = [key for key, size in sizes.items() if size <= ALONE_BYTES]
+    return [*([key] for key, size in sizes.items() if size > ALONE_BYTES), *([tiny] if tiny else [])]
 
 
 def gather_rows(batches: Sequence[RemoteBatch], rows: Rows, keys: Iterable[str] | None, fetch: Fetch) -> DataProto:
