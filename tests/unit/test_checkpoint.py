@@ -46,6 +46,8 @@ from rolepool.models.checkpoint import (
 from rolepool.models.sharding import whole
 from rolepool.models.training import TrainedModel
 
+pytestmark = pytest.mark.slow  # a minute and more of real processes; training does not save checkpoints yet
+
 # Two ranks cut these sizes into halves, three into uneven pieces, and the critic's head of one row into empty ones.
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
