@@ -16,7 +16,7 @@ from rolepool.cluster import Cluster
 from rolepool.config import load_config
 from rolepool.data import PromptLoader, train_prompts
 from rolepool.data.demo import Demo, make_demo
-from rolepool.models.loading import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated

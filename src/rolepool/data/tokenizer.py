@@ -13,9 +13,11 @@ from rolepool.errors import ConfigError
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, key: str = "actor_rollout_ref.model.path"
+    path: str | None, *, trust_remote_code: bool = False, key: str = "actor_rollout_ref.model.path"
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, the value of `key`. One without a pad token pads with its end-of-sequence token."""
+    if path is None:
+        raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
     folder = Path(path).expanduser()
     place = str(folder) if folder.exists() else path
     try:

@@ -17,8 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -44,19 +42,6 @@ def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code
     return _load(
         AutoModelForSequenceClassification, "reward_model.model.path", path, dtype, trust_remote_code, overrides
     )
-
-
-def load_tokenizer(path: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder; its padding token is its end token where it has none."""
-    if path is None:
-        raise ConfigError("actor_rollout_ref.model.path=null: no model is set; give a folder or a hub id")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be loaded ({_line(error)})") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def _load(

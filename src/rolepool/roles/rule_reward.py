@@ -7,7 +7,7 @@ import torch
 
 from rolepool.config import Config
 from rolepool.data.rewards import load_reward_function, score_batch
-from rolepool.models.loading import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.scores import at_last_token
 

@@ -13,7 +13,7 @@ import torch
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
-from rolepool.models.loading import load_tokenizer
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import Plan, Role
 from rolepool.protocol import CallFuture
 from rolepool.roles.actor import Actor

@@ -16,10 +16,10 @@ import torch
 from rolepool.cluster import Cluster
 from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts, validation_batches
+from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.timing import operation_times, per_token_times
-from rolepool.models.loading import load_tokenizer
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
