@@ -1,13 +1,16 @@
-"""Spans: what one worker did, and from when to when.
+"""Spans: what one process did, and from when to when.
 
-Every timing that anybody sees is computed from these. Times are seconds since the epoch, by the worker's own clock,
-except `queued_s`, which is the driver's.
+Every timing that anybody sees is computed from these. Times are seconds since the epoch by the driver's clock; those
+of other nodes are moved to it before they are written down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
+
+DRIVER = "driver"
+"""The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
 
 
 class Span(NamedTuple):
@@ -20,10 +23,31 @@ class Span(NamedTuple):
     queued_s: float
     start_s: float
     end_s: float
+    node: str = ""
+    device: str = "cpu"
+    """`cpu`, or `cuda:N` with the number the GPU has on its node."""
+    call: int = 0
+    """Number of the call within the run; the same on all ranks it ran on."""
+    after: tuple[int, ...] = ()
+    """The calls whose results it was given."""
+    num_rows: int = 0
+    """Of the batch it was given."""
+    num_tokens: int = 0
+    """Not padding; of the batch it made, or else of the one it was given."""
+    num_bytes: int = 0
+    """Of the batches it was given."""
+    peak_memory_bytes: int = 0
+    """Most that torch had allocated on the GPU during the call; on a CPU, what the process held at its end."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """Seconds spent in parts of the call by name: `fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    def on_clock(self, ahead_s: float) -> Span:
+        """The same span by a clock that the worker's is `ahead_s` ahead of."""
+        return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
 
 
 def extent_s(spans: Iterable[Span]) -> float:
