@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RolepoolError as error:
         _print_errors(error.problems)
         return EXIT_USER
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has left; point stdout elsewhere so that the interpreter's last flush is quiet.
@@ -162,9 +162,29 @@ def train(arguments: list[str]) -> int:
 
     trainer = Trainer(loaded)
     with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
-        trainer.report = console
+        trainer.observer = console
         trainer.run()
-    print(console.summary(str(trainer.folder.path)))
+    console.print_summary(str(trainer.folder.path))
+    return EXIT_FINE
+
+
+def export(arguments: list[str]) -> int:
+    """Write the model of a checkpoint as a plain Hugging Face folder."""
+    parser = _Parser(prog="rolepool export", description=export.__doc__, allow_abbrev=False)
+    parser.add_argument("run", help="the run folder")
+    parser.add_argument("folder", help="the new folder to write")
+    parser.add_argument("--step", type=int, help="of this step; default: the newest checkpoint")
+    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from pathlib import Path
+
+    from rolepool.trainer.export import export_run
+
+    saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
+    print(f"{options.folder}: the {options.role} of {saved}")
     return EXIT_FINE
 
 
@@ -186,6 +206,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
+    "export": (export, "a checkpoint as a Hugging Face folder"),
     "demo": (demo, "make the files of the embedded demo"),
 }
 

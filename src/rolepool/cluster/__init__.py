@@ -1,6 +1,6 @@
 """Pools of real processes on Ray. The only folder that imports ray."""
 
 from rolepool.cluster.cluster import Cluster
-from rolepool.cluster.group import RoleProxy, WorkerGroup
+from rolepool.cluster.group import RoleProxy, WorkerGroup, next_call_number
 
-__all__ = ["Cluster", "RoleProxy", "WorkerGroup"]
+__all__ = ["Cluster", "RoleProxy", "WorkerGroup", "next_call_number"]

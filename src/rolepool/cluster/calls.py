@@ -71,6 +71,9 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     queued_s: float
+    number: int
+    after: tuple[int, ...]
+    """Numbers of the calls whose results it is given."""
     one_answer_per_dp_group: bool
     returns_rows: bool
     """Whether results have a row for each row that was sent, so that those of padding are to be removed."""

@@ -6,10 +6,12 @@ on the same processes, and its calls run in the order they were made.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
@@ -31,6 +33,13 @@ GRACE_S = 3.0
 """For the other ranks of a failed call to end as well; those that do not are taken to hang, and the pool is ended."""
 MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
+
+_numbers = itertools.count(1)
+
+
+def next_call_number() -> int:
+    """Calls are numbered in the order they are made, on all groups of this process together."""
+    return next(_numbers)
 
 
 class WorkerGroup:
@@ -215,11 +224,20 @@ class RoleProxy:
         processes = self.group.processes[:1] if only_zero else self.group.processes
         per_dp_group, returns_rows = spec.dispatch in PER_DP_GROUP, spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         arguments = self._arguments(name, spec, args, kwargs, len(processes))
-        queued_s = time.time()
+        sources = sources_of((*args, *kwargs.values()))
+        call = Call(
+            role=self.role_name,
+            method=name,
+            args=(),
+            kwargs={},
+            queued_s=time.time(),
+            number=next_call_number(),
+            after=tuple(sorted({number for source in sources for number in source.numbers})),
+            one_answer_per_dp_group=per_dp_group,
+            returns_rows=returns_rows,
+        )
         calls = {
-            argument: pack_call(
-                Call(self.role_name, name, argument.args, argument.kwargs, queued_s, per_dp_group, returns_rows)
-            )
+            argument: pack_call(replace(call, args=argument.args, kwargs=argument.kwargs))
             for argument in dict.fromkeys(arguments)
         }
         refs = [
@@ -227,7 +245,7 @@ class RoleProxy:
             for process, argument in zip(processes, arguments, strict=True)
         ]
         answering = refs[:: self.tp_size] if per_dp_group else refs
-        pending = PendingCall(self.group, self.role_name, name, refs, answering, sources_of((*args, *kwargs.values())))
+        pending = PendingCall(self.group, self.role_name, name, refs, answering, call.number, sources)
         if returns_rows:
             return DataProtoFuture(pending)
         return CallFuture(pending, self._collector(spec, only_zero))
@@ -283,6 +301,7 @@ class PendingCall:
         method: str,
         refs: list[Any],
         answering: list[Any],
+        number: int = 0,
         sources: Sequence[Pending] = (),
     ) -> None:
         self.group = group
@@ -290,6 +309,7 @@ class PendingCall:
         self.method = method
         self._refs = refs
         self.refs = answering
+        self.numbers = (number,)
         self._sources = sources
         self._replies: dict[Any, Reply] | None = None
         self._error: WorkerError | None = None
@@ -304,7 +324,10 @@ class PendingCall:
         return [everything[ref] for ref in self.refs]
 
     def spans(self, timeout_s: float | None) -> list[Span]:
-        return [reply.span for reply in self._wait(timeout_s).values()]
+        return [
+            reply.span.on_clock(self.group.processes[reply.span.rank].clock_ahead_s)
+            for reply in self._wait(timeout_s).values()
+        ]
 
     def is_done(self) -> bool:
         ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from rolepool.placement.slots import Slot
 
 logger = logging.getLogger(__name__)
 
+NUM_CLOCK_QUESTIONS = 5
 START_TIMEOUT_S = 180.0
 """For a process to start and import what it needs, after its resources are there."""
 
@@ -38,6 +39,8 @@ class Process:
     slot: Slot
     address: str
     pid: int
+    clock_ahead_s: float = 0.0
+    """How far the clock of its node is ahead of the driver's."""
 
     @property
     def actor_id(self) -> str:
@@ -75,6 +78,7 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
         counts = {name: pool.counts_by_node for name, pool in plan.pools.items()}
         _form_pools(counts, processes, "cpu" if device == "cpu" else plan.device, run_seed)
+        processes = _with_clocks(processes)
     except BaseException:
         for actors in started.values():
             for actor in actors:
@@ -273,3 +277,23 @@ def _form_pools(
             ray.get(ready)
         except RayError as error:
             raise WorkerError(f"{who} could not meet the other ranks of its pool: {error}", pool=name) from None
+
+
+def _with_clocks(processes: dict[str, list[Process]]) -> dict[str, list[Process]]:
+    """Learn how far the clocks of other nodes are ahead, from the quickest of a few questions."""
+    ahead_s = {ray.util.get_node_ip_address(): 0.0}
+    for process in (process for members in processes.values() for process in members):
+        if process.address not in ahead_s:
+            ahead_s[process.address] = min(_ask_clock(process) for _ in range(NUM_CLOCK_QUESTIONS))[1]
+    return {
+        name: [replace(process, clock_ahead_s=ahead_s[process.address]) for process in members]
+        for name, members in processes.items()
+    }
+
+
+def _ask_clock(process: Process) -> tuple[float, float]:
+    """How long the answer took, and how far the clock was ahead if the question took half of that."""
+    asked_s = time.time()
+    told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
+    answered_s = time.time()
+    return answered_s - asked_s, told_s - (asked_s + answered_s) / 2

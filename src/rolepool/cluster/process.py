@@ -14,11 +14,12 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -32,6 +33,7 @@ from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.parts import part, part_times
 from rolepool.protocol.remote import Producer, Reply, leave_here
 from rolepool.protocol.rows import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
@@ -164,27 +166,35 @@ class WorkerProcess:
         start_s = time.time()
         call = unpack_call(packed)
         producer = self._producer(call.role, call.method)
-        with self._as_role(call.role, call.method):
+        if self._assignment.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        with self._as_role(call.role, call.method), part_times() as times:
             worker = self._role(call.role)
-            result, share = self._invoke(worker, call, objects)
+            with part("fetch"):
+                args, kwargs, share = _resolved(call, objects)
+            result = self._invoke(worker, call.method, args, kwargs)
+            handled = _Handled.of((*args, *kwargs.values()), result)
             is_answer = worker.context.is_collected or not call.one_answer_per_dp_group
             if not is_answer:
                 result = None
             elif call.returns_rows:
                 result = without_padding(result, share)
             batch = leave_here(result, producer, self._store_all) if isinstance(result, DataProto) else None
-        span = self._span(call.role, call.method, call.queued_s, start_s)
+        parts = times.seconds()
+        span = self._span(call.role, call.method, call.queued_s, start_s)._replace(
+            call=call.number,
+            after=call.after,
+            num_rows=handled.num_rows,
+            num_tokens=handled.num_tokens,
+            num_bytes=handled.num_bytes,
+            peak_memory_bytes=_peak_memory_bytes(self._assignment.device),
+            parts=parts,
+        )
         return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
 
-    def _invoke(self, worker: Worker, call: Call, objects: tuple[Any, ...]) -> tuple[Any, Share | None]:
-        args = [resolve(argument, objects) for argument in call.args]
-        kwargs = {name: resolve(argument, objects) for name, argument in call.kwargs.items()}
-        shares = [share for _, share in (*args, *kwargs.values()) if share is not None]
-        method = getattr(worker, call.method)
-        result = method(*(value for value, _ in args), **{name: value for name, (value, _) in kwargs.items()})
-        if inspect.iscoroutine(result):
-            result = self._loop.run_until_complete(result)
-        return result, shares[0] if shares else None
+    def _invoke(self, worker: Worker, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        result = getattr(worker, method)(*args, **kwargs)
+        return self._loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
     def _store_all(self, objects: list[Encoded]) -> list[Any]:
         """Into shared memory, several at a time: storing one is mostly waiting for the node's store to answer."""
@@ -228,7 +238,17 @@ class WorkerProcess:
         )
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
-        return Span(self._assignment.pool, role, self._assignment.rank, method, queued_s, start_s, end_s=time.time())
+        return Span(
+            pool=self._assignment.pool,
+            role=role,
+            rank=self._assignment.rank,
+            method=method,
+            queued_s=queued_s,
+            start_s=start_s,
+            end_s=time.time(),
+            node=self._address,
+            device="cpu" if self._assignment.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}",
+        )
 
     def _producer(self, role: str, method: str) -> Producer:
         return Producer(self._assignment.pool, role, self._assignment.rank, self._address, os.getpid(), method)
@@ -245,6 +265,39 @@ def _device_for(wanted: str) -> str:
         )
     logger.warning("the slot has a GPU, but this torch sees none; computing on the CPU")
     return "cpu"
+
+
+def _resolved(call: Call, objects: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any], Share | None]:
+    """The call's arguments, and which share of its batch this rank has."""
+    args = [resolve(argument, objects) for argument in call.args]
+    kwargs = {name: resolve(argument, objects) for name, argument in call.kwargs.items()}
+    shares = [share for _, share in (*args, *kwargs.values()) if share is not None]
+    values = {name: value for name, (value, _) in kwargs.items()}
+    return [value for value, _ in args], values, shares[0] if shares else None
+
+
+class _Handled(NamedTuple):
+    """How much a call handled, as its span tells it."""
+
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any], result: Any) -> _Handled:
+        given = [value for value in arguments if isinstance(value, DataProto)]
+        made = [result] if isinstance(result, DataProto) else []
+        masks = [batch.batch.get("attention_mask") for batch in (*made, *given) if batch.batch is not None]
+        num_tokens = next((int(mask.sum()) for mask in masks if mask is not None), 0)
+        tensors = [tensor for batch in given if batch.batch is not None for tensor in batch.batch.values()]
+        return cls(max(map(len, given), default=0), num_tokens, sum(tensor.nbytes for tensor in tensors))
+
+
+def _peak_memory_bytes(device: str) -> int:
+    """On a GPU the most since the call began; on a CPU what the process holds now."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

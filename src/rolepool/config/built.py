@@ -19,11 +19,6 @@ VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": (),
     "actor_rollout_ref.rollout.enforce_eager": (True,),
     "trainer.logger": ([], ["console"]),
-    "trainer.save_freq": (-1,),
-    "trainer.resume_mode": ("disable",),
-    "trainer.resume_from_path": (None,),
-    "trainer.max_actor_ckpt_to_keep": (None,),
-    "trainer.max_critic_ckpt_to_keep": (None,),
     "placement.mps": (False,),
 }
 

@@ -6,14 +6,29 @@ Owns the names of its files and how they are written: whole files by rename, row
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rolepool.metrics.spans import Span
 
+NAMES = (
+    "config.yaml",
+    "plan.json",
+    "metrics.jsonl",
+    "spans.jsonl",
+    "monitor.jsonl",
+    "train.log",
+    "report.html",
+    "validation",
+    "checkpoints",
+)
+"""All that a run writes."""
+
 
 class RunFolder:
-    """`config.yaml`, `plan.json`, `metrics.jsonl`, `spans.jsonl`, `train.log`, `checkpoints/`."""
+    """A folder with these names in it, and possibly with others, which are left alone."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -23,25 +38,46 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def begin(self, after_step: int | None) -> None:
+        """Go on after a step: rows of later ones are dropped, as they are done again. None: an earlier run is set aside
+        in `earlier/`, so that a new one neither mixes with it nor loses it."""
+        if after_step is not None:
+            self._forget_after(after_step)
+            return
+        found = [self.path / name for name in NAMES if (self.path / name).exists()]
+        if found:
+            earlier = self.path / "earlier"
+            earlier.mkdir(exist_ok=True)
+            aside = earlier / str(len(list(earlier.iterdir())) + 1)
+            aside.mkdir()
+            for path in found:
+                path.rename(aside / path.name)
+
     def write(self, name: str, text: str) -> None:
         """A whole file, or the old one as it was."""
-        temporary = self.path / f".tmp-{name}"
+        final = self.path / name
+        temporary = final.with_name(f".tmp-{final.name}")
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        temporary.replace(final)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", json.dumps({"step": step, **metrics}))
 
     def add_spans(self, step: int, operation: str, spans: Iterable[Span]) -> None:
-        for span in spans:
-            self._append("spans.jsonl", json.dumps({"step": step, "operation": operation, **span._asdict()}))
+        lines = [json.dumps({"step": step, "operation": operation, **span._asdict()}) for span in spans]
+        if lines:
+            self._append("spans.jsonl", "\n".join(lines))
+
+    def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """What a validation generated, one row each."""
+        (self.path / "validation").mkdir(exist_ok=True)
+        self.write(f"validation/step_{step:06d}.jsonl", "".join(f"{json.dumps(row)}\n" for row in samples))
 
     def add_log(self, line: str) -> None:
         self._append("train.log", line)
 
-    def forget_after(self, step: int) -> None:
-        """Drop rows of later steps, which a resumed run does again."""
-        for name in ("metrics.jsonl", "spans.jsonl"):
+    def _forget_after(self, step: int) -> None:
+        for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
             file = self.path / name
             if file.exists():
                 lines = file.read_text(encoding="utf-8").splitlines()
@@ -59,6 +95,8 @@ def console_line(step: int, metrics: Mapping[str, float]) -> str:
 
 def _step_of(line: str) -> int:
     """A line cut off by a crash belongs to no step that was finished."""
+    if logged := re.match(r"step:(\d+) ", line):
+        return int(logged[1])
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -6,7 +6,9 @@ of other nodes are moved to it before they are written down.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 DRIVER = "driver"
@@ -48,6 +50,15 @@ class Span(NamedTuple):
     def on_clock(self, ahead_s: float) -> Span:
         """The same span by a clock that the worker's is `ahead_s` ahead of."""
         return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
+
+
+@contextmanager
+def driver_span(method: str, call: int, after: tuple[int, ...] = ()) -> Iterator[Callable[[], Span]]:
+    """Measure what the driver does inside the block; what is handed in gives the span once it has ended."""
+    start_s = time.time()
+    ended: list[Span] = []
+    yield lambda: ended[0]
+    ended.append(Span(DRIVER, "trainer", 0, method, start_s, start_s, time.time(), node=DRIVER, call=call, after=after))
 
 
 def extent_s(spans: Iterable[Span]) -> float:

@@ -29,6 +29,10 @@ class Pending(Protocol):
         """The call in words, for errors."""
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the call, or of all whose replies count as one's."""
+
+    @property
     def refs(self) -> Sequence[Any]:
         """Handles of the replies of the ranks that answer, for handing them to another call unseen."""
 
@@ -186,6 +190,10 @@ class _Joined:
     @property
     def what(self) -> str:
         return " and ".join(part.what for part in self.parts)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(number for part in self.parts for number in part.numbers)
 
     @property
     def refs(self) -> list[Any]:

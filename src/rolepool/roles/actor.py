@@ -13,14 +13,15 @@ from rolepool.models.forward import response_log_probs
 from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole_parameters
 from rolepool.models.training import TrainedModel
-from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.trained import TrainedRole
 from rolepool.roles.updates import mini_batches
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 
-class Actor(Worker):
+class Actor(TrainedRole):
     def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
         model_keys = config.actor_rollout_ref.model
         self.config = config

@@ -12,13 +12,14 @@ from rolepool.config import Config
 from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic
 from rolepool.models.training import TrainedModel
-from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.actor import INPUTS
 from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.trained import TrainedRole
 from rolepool.roles.updates import mini_batches
 
 
-class Critic(Worker):
+class Critic(TrainedRole):
     def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
         self.config = config
         self.keys = config.critic

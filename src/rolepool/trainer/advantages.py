@@ -19,7 +19,9 @@ from rolepool.algorithm import (
     get_kl_controller,
     masked_mean,
 )
+from rolepool.cluster import next_call_number
 from rolepool.config import Config
+from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture
 
 
@@ -30,6 +32,8 @@ class Estimated:
     batch: DataProto
     lengths: list[int]
     metrics: dict[str, float]
+    span: Span
+    """Of the driver's own work, the waiting not included."""
 
 
 @dataclass
@@ -57,15 +61,25 @@ class Estimator:
         ref: DataProtoFuture | None,
         baselines: DataProtoFuture | None,
     ) -> Estimated:
-        keys = self.config.algorithm
         rows = rollouts.get(keys=["response_mask", "attention_mask"]).batch
-        mask = rows["response_mask"]
         scored = scores.get()
         tensors: dict[str, Tensor] = {"token_level_scores": scored.batch["token_level_scores"]}
-        tensors.update(old.get().batch.items())
-        tensors.update(values.get().batch.items() if values is not None else ())
-        tensors.update(ref.get().batch.items() if ref is not None else ())
+        for future in (old, values, ref):
+            tensors.update(future.get().batch.items() if future is not None else ())
+        if baselines is not None:
+            tensors["baselines"] = baselines.get().batch["token_level_scores"].sum(dim=1)
+        given = (rollouts, scores, old, values, ref, baselines)
+        after = tuple(number for future in given if future is not None for number in future.pending.numbers)
+        with driver_span("adv", next_call_number(), after) as ended:
+            lengths = rows["attention_mask"].sum(dim=1).tolist()
+            metrics = self._estimate(prompts, tensors, rows["response_mask"])
+            metrics.update(self._describe(tensors, rows["response_mask"], rows["attention_mask"], scored))
+            batch = DataProto.from_dict({name: tensor for name, tensor in tensors.items() if name != "baselines"})
+        return Estimated(batch, lengths, metrics, ended())
 
+    def _estimate(self, prompts: DataProto, tensors: dict[str, Tensor], mask: Tensor) -> dict[str, float]:
+        """Add token_level_rewards, advantages and returns to the tensors."""
+        keys = self.config.algorithm
         metrics: dict[str, float] = {}
         rewards = tensors["token_level_scores"].to(tensors["old_log_probs"].dtype)
         if keys.use_kl_in_reward:
@@ -85,12 +99,10 @@ class Estimator:
             norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,
             values=tensors.get("values"),
             index=prompts.non_tensor_batch["uid"],
-            reward_baselines=baselines.get().batch["token_level_scores"].sum(dim=1) if baselines is not None else None,
+            reward_baselines=tensors.get("baselines"),
         )
         tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
-        metrics.update(self._describe(tensors, mask, rows["attention_mask"], scored))
-        lengths = rows["attention_mask"].sum(dim=1).tolist()
-        return Estimated(DataProto.from_dict(tensors), lengths, metrics)
+        return metrics
 
     def _describe(
         self, tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, scored: DataProto

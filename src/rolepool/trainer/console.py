@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from rolepool.metrics.run_folder import console_line
+from rolepool.trainer.loop import Observer
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
+NUM_SHOWN_SAMPLES = 4
 
 
-class TrainingConsole:
-    """Shows rows as they come. Use as `report` of a Trainer, inside a `with`."""
+class TrainingConsole(Observer):
+    """Shows rows as they come. Use as `observer` of a Trainer, inside a `with`."""
 
     def __init__(self, num_steps: int, *, lines: bool, stream: TextIO | None = None) -> None:
         console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -35,6 +39,7 @@ class TrainingConsole:
         )
         self._task = self._progress.add_task("starting", total=num_steps)
         self.rewards: list[float] = []
+        self._samples: list[dict[str, Any]] = []
         self.validations: list[tuple[int, float]] = []
 
     def __enter__(self) -> TrainingConsole:
@@ -44,7 +49,7 @@ class TrainingConsole:
     def __exit__(self, *problem: object) -> None:
         self._progress.stop()
 
-    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+    def on_row(self, step: int, metrics: dict[str, float]) -> None:
         scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
         if scores:
             self.validations.append((step, sum(scores) / len(scores)))
@@ -57,8 +62,21 @@ class TrainingConsole:
         elif scores:
             self._console.print(f"validation after step {step}: mean reward {self.validations[-1][1]:.3f}")
 
+    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        self._samples = samples[:NUM_SHOWN_SAMPLES]
+
+    def print_summary(self, run_folder: str) -> None:
+        """Some responses of the last validation, the reward's course, and where the run is."""
+        if self._samples:
+            table = Table(title="validation", title_justify="left")
+            for column in ("prompt", "response", "ground truth", "score"):
+                table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
+            for row in self._samples:
+                table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
+            self._console.print(table)
+        self._console.print(self.summary(run_folder), markup=False)
+
     def summary(self, run_folder: str) -> str:
-        """The reward's course, where the run is, what to try next."""
         lines = []
         if self.rewards:
             lines.append(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")

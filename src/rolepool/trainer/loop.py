@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, metrics, until the prompts or the steps are used up.
+"""The training loop: steps, validation, checkpoints, metrics, until the prompts or the steps are used up.
 
 Owns the order of things around a step. A step's row is written when its last call has ended, which is after the next
 step has begun; saving and validating wait for that.
@@ -7,34 +7,46 @@ step has begun; saving and validating wait for that.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rolepool.cluster import Cluster
+from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts, validation_batches
+from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
-from rolepool.errors import ConfigError, PlacementError
+from rolepool.errors import PlacementError
 from rolepool.metrics.run_folder import RunFolder, console_line
-from rolepool.metrics.timing import operation_times, per_token_times
-from rolepool.placement import Plan, build_plan
+from rolepool.metrics.spans import driver_span
+from rolepool.placement import Plan, Role, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Roles, build_roles
+from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
+from rolepool.trainer.interrupt import Interrupt
+from rolepool.trainer.rows import spans_of, step_metrics
 from rolepool.trainer.step import StepCalls, ppo_step
+from rolepool.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[int, dict[str, float]], None]
-"""Called with every row of metrics as it is written."""
+
+class Observer:
+    """Told of a run as it goes on. Does nothing; a console does more."""
+
+    def on_row(self, step: int, metrics: dict[str, float]) -> None:
+        """A row of metrics was written."""
+
+    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """A validation generated these, with their scores."""
 
 
 @dataclass
 class _Unfinished:
-    """A step whose last calls may still run, and when its generation began."""
+    """A step whose last calls may still run."""
 
     number: int
     epoch: int
@@ -44,37 +56,42 @@ class _Unfinished:
 class Trainer:
     """A run: from a config to its last step."""
 
-    def __init__(self, loaded: LoadedConfig, report: Report | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32) -> None:
         self.loaded = loaded
         self.config: Config = loaded.config
-        self.report = report or (lambda step, metrics: None)
+        self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
         problems = find_problems(self.config, self.plan)
         if problems:
             raise PlacementError(problems)
         keys = self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
-        self.loader = self._make_loader(train_prompts(self.config, tokenizer))
-        self.val_prompts = val_prompts(self.config, tokenizer) if self.config.data.val_files else None
+        self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
+        self.loader = self._make_loader(train_prompts(self.config, self.tokenizer))
+        self.val_prompts = val_prompts(self.config, self.tokenizer) if self.config.data.val_files else None
         self.num_steps = self.config.trainer.total_training_steps or (
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
-        self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.estimator = Estimator(self.config)
+        self.folder = RunFolder(self.config.trainer.default_local_dir)
+        self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
+        self.interrupt = Interrupt()
+        self.start_step = 0
 
     def _make_loader(self, prompts: PromptSet) -> PromptLoader:
         data = self.config.data
-        if len(prompts) < data.train_batch_size:
-            raise ConfigError(
-                f"data.train_batch_size={data.train_batch_size}: there are {len(prompts)} training "
-                "prompts; use at most that"
-            )
         seed = self.config.trainer.seed if data.seed is None else data.seed
         return PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
 
     def run(self) -> None:
-        """Train to the last step."""
+        """Train to the last step, from the checkpoint to resume from, if there is one."""
+        saved = self.checkpoints.find()
+        if saved is not None:
+            position = read_position(saved)
+            self.loader.load_state_dict(position.data)
+            self.estimator.kl_controller.load_state_dict(position.kl_controller)
+            self.start_step = position.step
+        self.folder.begin(after_step=self.start_step if saved is not None else None)
         self.folder.write("config.yaml", self.loaded.to_yaml())
         self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
         ray_init = self.config.ray_kwargs.ray_init
@@ -86,80 +103,90 @@ class Trainer:
             run_seed=self.config.trainer.seed,
         ) as cluster:
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
-            for call in roles.sync_weights(0):
+            if self.checkpoints.are_on or saved is not None:
+                self.checkpoints.check_folder_is_shared(roles)
+            if saved is not None:
+                logger.info("going on from %s", saved)
+                self.checkpoints.load(roles, saved)
+            for call in roles.sync_weights(self.start_step):
                 call.get()
-            self._train(roles)
+            with self.interrupt.watch():
+                self._train(roles)
 
     def _train(self, roles: Roles) -> None:
         keys = self.config.trainer
-        if self.val_prompts is not None and (keys.val_before_train or keys.val_only):
-            self._write(0, self.validate(roles))
+        if keys.val_only or (keys.val_before_train and self.start_step == 0):
+            self._validate(roles, self.start_step)
         if keys.val_only:
             return
         unfinished: _Unfinished | None = None
-        for number in range(1, self.num_steps + 1):
-            epoch = self.loader.epoch
-            prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
-            calls = ppo_step(self.config, roles, self.estimator, prompts, number)
-            if unfinished is not None:
-                self._finish(unfinished, calls)
-            unfinished = _Unfinished(number, epoch, calls)
-            is_last = number == self.num_steps
-            if self._is_time_to(keys.test_freq, number) or is_last:
-                self._finish(unfinished, None)
-                unfinished = None
-                if self.val_prompts is not None and self._is_time_to(keys.test_freq, number, is_last):
-                    self._write(number, self.validate(roles))
+        for number in range(self.start_step + 1, self.num_steps + 1):
+            with self._named_if_dropped(number):
+                epoch = self.loader.epoch
+                prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
+                calls = ppo_step(self.config, roles, self.estimator, prompts, number)
+                if unfinished is not None:
+                    self._finish(unfinished, calls)
+                unfinished = _Unfinished(number, epoch, calls)
+                is_last = number == self.num_steps
+                tests = _is_time_to(keys.test_freq, number, is_last) and not self.interrupt.asked
+                saves = _is_time_to(keys.save_freq, number, is_last or self.interrupt.asked)
+                if tests or saves or is_last or self.interrupt.asked:
+                    self._finish(unfinished, None)
+                    unfinished = None
+                if tests:
+                    self._validate(roles, number)
+                if saves:
+                    self._save(roles, number)
+            if self.interrupt.asked and unfinished is None and not is_last:
+                after = "saved; the same command goes on from there" if saves else "not saved (trainer.save_freq=-1)"
+                raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
-    @staticmethod
-    def _is_time_to(frequency: int, number: int, is_last: bool = False) -> bool:
-        return frequency > 0 and (number % frequency == 0 or is_last)
+    @contextmanager
+    def _named_if_dropped(self, number: int) -> Iterator[None]:
+        """Say which step a second Ctrl-C dropped."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            saved = self.checkpoints.find()
+            last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
+            raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
 
-    def validate(self, roles: Roles) -> dict[str, float]:
-        """The mean score of responses to the validation prompts, by data source."""
-        assert self.val_prompts is not None
-        start = time.monotonic()
-        by_source: dict[str, list[float]] = {}
-        for batch in validation_batches(self.val_prompts, self.config.data.val_batch_size):
-            rows = repeated(batch, self.config.actor_rollout_ref.rollout.val_kwargs.n)
-            rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
-            scores = roles.reward.compute_scores(rollouts.union(rows)).get(keys=["token_level_scores"])
-            for source, score in zip(
-                rows.non_tensor_batch["data_source"],
-                scores.batch["token_level_scores"].sum(dim=1).tolist(),
-                strict=True,
-            ):
-                by_source.setdefault(source, []).append(score)
-        metrics = {f"val-core/{source}/reward/mean": sum(all_) / len(all_) for source, all_ in by_source.items()}
-        return {**metrics, "timing_s/testing": time.monotonic() - start}
+    def _validate(self, roles: Roles, number: int) -> None:
+        if self.val_prompts is None:
+            return
+        validation = validate(self.config, roles, self.val_prompts, self.tokenizer)
+        self.folder.add_spans(number, "testing", validation.spans)
+        self.folder.add_samples(number, validation.samples)
+        self._write(number, validation.metrics)
+        self.observer.on_samples(number, validation.samples)
+
+    def _save(self, roles: Roles, number: int) -> None:
+        with driver_span("save_checkpoint", next_call_number()) as ended:
+            position = Position(
+                step=number,
+                data=self.loader.state_dict(),
+                kl_controller=self.estimator.kl_controller.state_dict(),
+            )
+            self.checkpoints.save(roles, position)
+        self.folder.add_spans(number, "save_checkpoint", [ended()])
+        self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
 
     def _finish(self, step: _Unfinished, following: StepCalls | None) -> None:
-        """Wait for a step's last calls and write its row. It ends where the next step's generation starts."""
-        spans = {name: [call.spans() for call in calls] for name, calls in step.calls.calls.items()}
-        metrics: dict[str, float] = {"training/global_step": step.number, "training/epoch": step.epoch}
-        for name in ("update_critic", "update_actor"):
-            rows = [call.get()[0] for call in step.calls.calls[name]]
-            for key in rows[0] if rows else ():
-                metrics[key] = sum(row[key] for row in rows) / len(rows)
-        metrics.update(step.calls.estimated.metrics)
-        times = operation_times(spans)
-        every = [span for calls in spans.values() for call in calls for span in call]
-        start = min(span.start_s for span in every)
-        after = [span.start_s for span in following.calls["gen"][0].spans()] if following else []
-        times["timing_s/step"] = min(after) - start if after else max(span.end_s for span in every) - start
-        tokens = metrics["perf/total_num_tokens"]
-        metrics.update(times)
-        metrics.update(per_token_times(times, tokens))
-        metrics["perf/time_per_step"] = times["timing_s/step"]
-        metrics["perf/throughput"] = (
-            tokens / times["timing_s/step"] / sum(pool.world_size for pool in self.plan.pools.values())
-        )
+        """Wait for a step's last calls and write its row."""
+        spans = spans_of(step.calls)
+        next_start_s = min(span.start_s for span in following.calls["gen"][0].spans()) if following else None
+        metrics = {"training/global_step": float(step.number), "training/epoch": float(step.epoch)}
+        metrics.update(step_metrics(step.calls, spans, self.plan, next_start_s))
         for name, calls in spans.items():
-            for call in calls:
-                self.folder.add_spans(step.number, name, call)
+            self.folder.add_spans(step.number, name, [span for call in calls for span in call])
         self._write(step.number, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)
         self.folder.add_log(console_line(step, metrics))
-        self.report(step, metrics)
+        self.observer.on_row(step, metrics)
+
+
+def _is_time_to(frequency: int, number: int, is_last: bool) -> bool:
+    return frequency > 0 and (number % frequency == 0 or is_last)

@@ -1,0 +1,111 @@
+"""Checkpoints of a run: when they are made, what they hold beside the models, and where a run goes on.
+
+Owns `trainer.json` and which checkpoints are kept. What a model's folder looks like is `models.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rolepool.cluster import RoleProxy
+from rolepool.config import Config
+from rolepool.errors import ConfigError
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.models.checkpoint import (
+    checkpoint_folder,
+    newest_checkpoint,
+    publish,
+    remove_old,
+    temporary_folder,
+)
+from rolepool.trainer.build import Roles
+
+
+class Position(BaseModel):
+    """Where a run stands between two steps, the models aside."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    data: dict[str, Any]
+    kl_controller: dict[str, float]
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, config: Config, folder: RunFolder, has_critic: bool) -> None:
+        self._keys = config.trainer
+        self._folder = folder
+        self._parts = ["actor", *(["critic"] if has_critic else [])]
+
+    @property
+    def are_on(self) -> bool:
+        return self._keys.save_freq > 0
+
+    def find(self) -> Path | None:
+        """The checkpoint to go on from; None starts anew."""
+        if self._keys.resume_mode == "auto":
+            return newest_checkpoint(self._folder.path, self._parts)
+        if self._keys.resume_mode == "disable":
+            return None
+        path = Path(self._keys.resume_from_path or "")
+        missing = [part for part in ("trainer.json", *self._parts) if not (path / part).exists()]
+        if missing:
+            raise ConfigError(
+                f"trainer.resume_from_path={path}: no {' and no '.join(missing)} there; give the folder of a "
+                "checkpoint, such as runs/NAME/checkpoints/step_000010"
+            )
+        return path
+
+    def check_folder_is_shared(self, roles: Roles) -> None:
+        """Every rank that will save must see the driver's folder."""
+        probe = self._folder.path.absolute() / ".shared-folder-probe"
+        probe.touch()
+        try:
+            for name, role in self._saved_roles(roles).items():
+                blind = [rank for rank, sees in enumerate(role.sees(str(probe)).get()) if not sees]
+                if blind:
+                    raise ConfigError(
+                        f"trainer.default_local_dir={self._keys.default_local_dir}: ranks {blind} of {name} do not see "
+                        "it; name a folder that all nodes share, or set trainer.save_freq=-1"
+                    )
+        finally:
+            probe.unlink()
+
+    def save(self, roles: Roles, position: Position) -> None:
+        """Write a whole checkpoint, then let go of those no longer kept."""
+        final = checkpoint_folder(self._folder.path.absolute(), position.step)
+        temporary = temporary_folder(final)
+        saving = [role.save_checkpoint(str(temporary / name)) for name, role in self._saved_roles(roles).items()]
+        for call in saving:
+            call.get()
+        (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
+        publish(temporary, final)
+        kept = {"actor": self._keys.max_actor_ckpt_to_keep, "critic": self._keys.max_critic_ckpt_to_keep}
+        for name in self._parts:
+            if (keep := kept[name]) is not None:
+                remove_old(self._folder.path, name, keep)
+
+    def load(self, roles: Roles, folder: Path) -> None:
+        """Have all roles go on from a checkpoint."""
+        loading = [
+            role.load_checkpoint(str(folder.absolute() / name)) for name, role in self._saved_roles(roles).items()
+        ]
+        for call in loading:
+            call.get()
+
+    def _saved_roles(self, roles: Roles) -> dict[str, RoleProxy]:
+        return {"actor": roles.actor, **({"critic": roles.critic} if roles.critic is not None else {})}
+
+
+def read_position(folder: Path) -> Position:
+    """The position that a checkpoint was made at."""
+    path = folder / "trainer.json"
+    try:
+        return Position.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{path}: not a trainer state ({str(error).splitlines()[0]})") from None

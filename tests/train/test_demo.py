@@ -1,0 +1,95 @@
+"""The demo as a user runs it: it learns, its pools overlap, and Ctrl-C ends it cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from train_helpers import small_keys
+
+from rolepool.data.demo import Demo
+from rolepool.metrics import Span
+from rolepool.metrics.spans import extent_s, overlap_s
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def start(demo: Demo, *words: str) -> subprocess.Popen[str]:
+    """`rolepool train` in a folder where the recipes find the demo's files."""
+    folder = Path(demo.folder).parent
+    (folder / "runs").mkdir(exist_ok=True)
+    if not (folder / "runs/demo_data").exists():
+        (folder / "runs/demo_data").symlink_to(demo.folder)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rolepool", "train", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+
+
+def spans_by_step(folder: Path) -> dict[int, dict[str, list[Span]]]:
+    steps: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for line in (folder / "spans.jsonl").read_text().splitlines():
+        row: dict[str, Any] = json.loads(line)
+        steps[row.pop("step")][row.pop("operation")].append(Span(**row))
+    return steps
+
+
+def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = start(demo, str(RECIPES / "demo_split.yaml"), f"trainer.default_local_dir={tmp_path}")
+    output, _ = run.communicate(timeout=280)
+    assert run.returncode == 0, output
+    assert time.monotonic() - began < 240
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    held_out = [value for row in rows for name, value in row.items() if name.startswith("val-core/")]
+    assert held_out[0] < 0.3 and held_out[-1] >= 0.9
+    assert f"held out: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
+
+    steps = spans_by_step(tmp_path)
+    phases, shorter_to_longer, into_next_generation = [], [], []
+    for number in range(5, 60):
+        actor, critic = steps[number]["update_actor"], steps[number]["update_critic"]
+        longer = max(extent_s(actor), extent_s(critic))
+        phases.append(extent_s([*actor, *critic]) / longer)
+        shorter_to_longer.append(min(extent_s(actor), extent_s(critic)) / longer)
+        if number + 1 in steps and "testing" not in steps[number]:
+            into_next_generation.append(overlap_s(critic, steps[number + 1]["gen"]))
+    assert median(shorter_to_longer) >= 0.5
+    assert median(phases) <= 1.15
+    assert median(into_next_generation) > 0
+
+
+@pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, tmp_path: Path) -> None:
+    keys = small_keys(demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000")
+    run = start(demo, *keys, "trainer.save_freq=5000", "trainer.val_before_train=false")
+    rows = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (rows.exists() and rows.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for _ in range(presses):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    assert "Traceback" not in output
+    last = json.loads(rows.read_text().splitlines()[-1])["step"]
+    if presses == 1:
+        assert f"interrupted: step {last} was finished and saved" in output
+        assert (tmp_path / "checkpoints" / f"step_{last:06d}" / "trainer.json").exists()
+    else:
+        assert "was dropped; there is no checkpoint" in output
+        assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").glob("step_*")) == []
