@@ -16,6 +16,7 @@ import ray
 
 from rolepool.cluster.group import RoleProxy, WorkerGroup
 from rolepool.cluster.launch import Process, launch, launch_helpers
+from rolepool.cluster.monitor import Monitors
 from rolepool.cluster.nodes import live_nodes, slot_device
 from rolepool.errors import PlacementError
 from rolepool.placement import Plan
@@ -44,6 +45,7 @@ class Cluster:
         self.plan = plan
         self._run_seed = run_seed
         self._helpers: list[Process] = []
+        self._monitors: Monitors | None = None
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         self._disconnect = connect(address, num_cpus or num_processes + 1, plan.device)
         try:
@@ -65,6 +67,11 @@ class Cluster:
         self.groups[name] = WorkerGroup(name, processes, self._all_groups)
         return self.groups[name]
 
+    def start_monitors(self) -> Monitors:
+        """Sample what GPUs and processes use, on every node, until the cluster is closed."""
+        self._monitors = Monitors(list(self.groups.values()))
+        return self._monitors
+
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
         """A role, in whichever pool the plan has it."""
         for group in self.groups.values():
@@ -75,6 +82,8 @@ class Cluster:
     def close(self) -> None:
         """End every process, give the resources back, and leave Ray."""
         try:
+            if self._monitors is not None:
+                self._monitors.close()
             for process in self._helpers:
                 ray.kill(process.actor)
             self._launched.close()

@@ -39,6 +39,9 @@ class Process:
     slot: Slot
     address: str
     pid: int
+    node_id: str
+    gpu: int | None
+    """The number on its node of the GPU it holds."""
     clock_ahead_s: float = 0.0
     """How far the clock of its node is ahead of the driver's."""
 
@@ -95,7 +98,7 @@ def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
     try:
         found = _await_start({name: actors})[name]
         processes = [
-            Process(actor, rank, Slot(0, rank), place.address, place.pid)
+            Process(actor, rank, Slot(0, rank), place.address, place.pid, place.node_id, None)
             for rank, (actor, place) in enumerate(zip(actors, found, strict=True))
         ]
         _form_pools({name: {0: count}}, {name: processes}, "cpu", run_seed)
@@ -232,7 +235,9 @@ def _match(
             f"on the node: {others}; wait for it, or plan around it with fewer GPUs"
         )
     return [
-        Process(held[slot][0], rank, slot, held[slot][1].address, held[slot][1].pid) for rank, slot in enumerate(slots)
+        Process(actor, rank, slot, place.address, place.pid, place.node_id, None if device == "cpu" else slot.gpu)
+        for rank, slot in enumerate(slots)
+        for actor, place in [held[slot]]
     ]
 
 

@@ -18,7 +18,6 @@ VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": (1,),
     "actor_rollout_ref.rollout.gpu_memory_utilization": (),
     "actor_rollout_ref.rollout.enforce_eager": (True,),
-    "trainer.logger": ([], ["console"]),
     "placement.mps": (False,),
 }
 

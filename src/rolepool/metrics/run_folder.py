@@ -21,6 +21,7 @@ NAMES = (
     "monitor.jsonl",
     "train.log",
     "report.html",
+    "tensorboard",
     "validation",
     "checkpoints",
 )
@@ -72,6 +73,12 @@ class RunFolder:
         """What a validation generated, one row each."""
         (self.path / "validation").mkdir(exist_ok=True)
         self.write(f"validation/step_{step:06d}.jsonl", "".join(f"{json.dumps(row)}\n" for row in samples))
+
+    def add_monitor(self, samples: Iterable[Mapping[str, Any]]) -> None:
+        """What monitors saw of GPUs and processes."""
+        lines = [json.dumps(sample) for sample in samples]
+        if lines:
+            self._append("monitor.jsonl", "\n".join(lines))
 
     def add_log(self, line: str) -> None:
         self._append("train.log", line)

@@ -19,6 +19,7 @@ from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
+from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.spans import driver_span
 from rolepool.placement import Plan, Role, build_plan
@@ -76,6 +77,7 @@ class Trainer:
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
         self.interrupt = Interrupt()
+        self.loggers = Loggers(self.config)
         self.start_step = 0
 
     def _make_loader(self, prompts: PromptSet) -> PromptLoader:
@@ -94,6 +96,7 @@ class Trainer:
         self.folder.begin(after_step=self.start_step if saved is not None else None)
         self.folder.write("config.yaml", self.loaded.to_yaml())
         self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
+        self.loggers.start(self.folder.path)
         ray_init = self.config.ray_kwargs.ray_init
         with Cluster(
             self.plan,
@@ -110,8 +113,12 @@ class Trainer:
                 self.checkpoints.load(roles, saved)
             for call in roles.sync_weights(self.start_step):
                 call.get()
-            with self.interrupt.watch():
-                self._train(roles)
+            self.monitors = cluster.start_monitors()
+            try:
+                with self.interrupt.watch():
+                    self._train(roles)
+            finally:
+                self.loggers.close()
 
     def _train(self, roles: Roles) -> None:
         keys = self.config.trainer
@@ -180,11 +187,13 @@ class Trainer:
         metrics.update(step_metrics(step.calls, spans, self.plan, next_start_s))
         for name, calls in spans.items():
             self.folder.add_spans(step.number, name, [span for call in calls for span in call])
+        self.folder.add_monitor(self.monitors.take())
         self._write(step.number, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)
         self.folder.add_log(console_line(step, metrics))
+        self.loggers.log(step, metrics)
         self.observer.on_row(step, metrics)
 
 

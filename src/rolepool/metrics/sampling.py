@@ -1,0 +1,103 @@
+"""Samples of a node, every second: what its GPUs and our processes on it use. NVML and psutil, nothing of ours.
+
+A sample is a JSON-like dict: `time_s`, `node`, `gpus` (index, utilization in percent, memory_bytes, total_bytes,
+power_w, pools) and `processes` (pid, pool, rank, roles, cpu_percent, memory_bytes).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import pynvml
+
+INTERVAL_S = 1.0
+MAX_HELD = 3600
+"""Samples a monitor holds: an hour of them, after which the oldest go."""
+
+
+class Watched(NamedTuple):
+    """A process of ours on the node, and the GPU it holds."""
+
+    pid: int
+    pool: str
+    rank: int
+    gpu: int | None
+
+
+class NodeSampler:
+    """Takes samples of one node. The first sample's CPU percentages count from its making."""
+
+    def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, Sequence[str]]) -> None:
+        self._node = node
+        self._roles = roles
+        self._processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
+        self._gpus = _gpu_handles(sorted({one.gpu for one in watched if one.gpu is not None}))
+        for process in self._processes.values():
+            process.cpu_percent()
+
+    def sample(self) -> dict[str, Any]:
+        return {
+            "time_s": time.time(),
+            "node": self._node,
+            "gpus": [self._gpu(index, handle) for index, handle in self._gpus.items()],
+            "processes": [row for one in self._processes if (row := self._process(one)) is not None],
+        }
+
+    def _gpu(self, index: int, handle: Any) -> dict[str, Any]:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return {
+            "index": index,
+            "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_bytes": int(memory.used),
+            "total_bytes": int(memory.total),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "pools": sorted({one.pool for one in self._processes if one.gpu == index}),
+        }
+
+    def _process(self, one: Watched) -> dict[str, Any] | None:
+        """None when the process is gone."""
+        try:
+            cpu_percent, memory = self._processes[one].cpu_percent(), self._processes[one].memory_info().rss
+        except psutil.Error:
+            return None
+        roles = list(self._roles.get(one.pool, ()))
+        return {
+            "pid": one.pid,
+            "pool": one.pool,
+            "rank": one.rank,
+            "roles": roles,
+            "cpu_percent": cpu_percent,
+            "memory_bytes": memory,
+        }
+
+
+class NodeMonitor:
+    """Samples its node in a thread, and holds the samples until asked: the run folder may be out of its sight."""
+
+    def __init__(self, node: str, watched: list[Watched], roles: dict[str, list[str]]) -> None:
+        self._sampler = NodeSampler(node, watched, roles)
+        self._held: deque[dict[str, Any]] = deque(maxlen=MAX_HELD)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s += INTERVAL_S
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            self._held.append(self._sampler.sample())
+
+    def take(self) -> list[dict[str, Any]]:
+        """The samples since the last time."""
+        return [self._held.popleft() for _ in range(len(self._held))]
+
+
+def _gpu_handles(indices: Sequence[int]) -> dict[int, Any]:
+    if not indices:
+        return {}
+    pynvml.nvmlInit()
+    return {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
