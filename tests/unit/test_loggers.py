@@ -1,0 +1,80 @@
+"""Loggers and monitors: they write what they are told, and never stop a run."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from rolepool.config import load_config
+from rolepool.errors import ConfigError
+from rolepool.metrics import loggers
+from rolepool.metrics.loggers import Loggers
+from rolepool.metrics.sampling import NodeSampler, Watched
+
+
+def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
+    made.start(tmp_path)
+    made.log(1, {"critic/score/mean": 0.25})
+    made.log(2, {"critic/score/mean": 0.5})
+    made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["tensors"] == ["critic/score/mean"]
+    assert [event.step for event in events.Tensors("critic/score/mean")] == [1, 2]
+
+
+def test_a_logger_that_fails_is_warned_of_once_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        def __init__(self, *_: object) -> None: ...
+
+        def log(self, step: int, metrics: object) -> None:
+            raise OSError("no space left on device")
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(loggers.MAKERS, "tensorboard", Full)  # type: ignore[arg-type]
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
+    made.start(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            made.log(step, {"a": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "trainer.logger: tensorboard failed and is left out from now on: OSError('no space left on device')"
+    ]
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'rolepool\[wandb\]'"):
+        Loggers(load_config([], ["trainer.logger=[console,wandb]"]).config)
+
+
+def _spin() -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        pass
+
+
+def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone() -> None:
+    busy = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    busy.start()
+    assert busy.pid is not None
+    sampler = NodeSampler("here", [Watched(busy.pid, "big", 3, None)], {"big": ["actor"]})
+    time.sleep(0.5)
+    (row,) = sampler.sample()["processes"]
+    assert (row["pool"], row["rank"], row["roles"]) == ("big", 3, ["actor"])
+    assert row["cpu_percent"] > 5 and row["memory_bytes"] > 2**20
+    busy.kill()
+    busy.join()
+    assert sampler.sample()["processes"] == []
