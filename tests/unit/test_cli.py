@@ -318,7 +318,7 @@ def test_train_lists_the_defaults_that_are_not_in_force(rolepool: Rolepool) -> N
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("defaults not in force yet: ")]
     listed = re.findall(r"(?:: |, )([a-z][\w.]+)=", line)
     assert set(listed) < set(VALUES_IN_FORCE)
-    assert "actor_rollout_ref.rollout.gpu_memory_utilization" in listed
+    assert "actor_rollout_ref.model.lora_alpha" in listed
     assert "actor_rollout_ref.rollout.enforce_eager" not in listed
 
 

@@ -240,13 +240,13 @@ def test_requests_that_cannot_be_run_are_refused_by_name(request_: Request, comp
 
 def test_a_cache_too_small_for_one_sequence_says_what_to_change() -> None:
     with pytest.raises(RolepoolError, match=r"1,000 bytes.*gpu_memory_utilization"):
-        make_engine(make_model(), cache_bytes=1000).generate([Request([1], 0)], GREEDY)
+        make_engine(make_model(), cache_bytes=lambda: 1000).generate([Request([1], 0)], GREEDY)
 
 
 def test_a_small_cache_runs_fewer_sequences_at_once() -> None:
     model, requests = make_model(), make_requests()
     slot_bytes = 2 * 2 * 2 * 8 * (60 + 20) * 4
-    completions = make_engine(model, cache_bytes=2 * slot_bytes).generate(requests, GREEDY)
+    completions = make_engine(model, cache_bytes=lambda: 2 * slot_bytes).generate(requests, GREEDY)
     assert completions == make_engine(model, max_num_seqs=2).generate(requests, GREEDY)
 
 

@@ -15,8 +15,6 @@ VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_alpha": (),
     "actor_rollout_ref.ref.fsdp_config.param_offload": (False,),
     "actor_rollout_ref.rollout.name": ("native",),
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": (1,),
-    "actor_rollout_ref.rollout.gpu_memory_utilization": (),
     "actor_rollout_ref.rollout.enforce_eager": (True,),
     "placement.mps": (False,),
 }

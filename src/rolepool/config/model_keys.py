@@ -152,9 +152,9 @@ class Rollout(Section):
     ignore_eos: bool = False
     """Go on to max_response_length past an end token."""
     tensor_model_parallel_size: Count = 1
-    """Ranks that share one copy of the rollout's weights. Must divide the pool's processes on every node."""
+    """Ranks that share one copy of the rollout's weights. Divides the pool's processes of each node, and the heads."""
     gpu_memory_utilization: Fraction = 0.5
-    """Fraction of the GPU's memory (of the pool's share of it) that weights and KV cache of the rollout may take."""
+    """Part of the GPU's memory (of the pool's share) for the rollout's weights and KV cache. Bounds nothing on CPU."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward pass of the actor's compute_log_prob on one GPU; null chooses one that fits."""
     enforce_eager: bool = False

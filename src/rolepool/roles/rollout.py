@@ -6,17 +6,22 @@ Owns turning completions into rows, and taking new weights: from the actor in th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from rolepool.config import Config
 from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.actor import Actor
+from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
+from rolepool.rollout.kv_cache import room_on_gpu
 from rolepool.rollout.native import NativeEngine
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or ReMax's greedy baseline."""
@@ -32,25 +37,37 @@ class Rollout(Worker):
         self.pad_token_id = pad_token_id
         actor = self.siblings.get("actor")
         self.shares_weights = isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu"
+        shard: Shard | None = None
         if self.shares_weights:
             assert isinstance(actor, Actor)
             model = actor.trained.model
         else:
-            model_keys = config.actor_rollout_ref.model
-            model = load_policy(
-                model_keys.path,
-                dtype=dtype if self.device == "cpu" else torch.bfloat16,
-                trust_remote_code=model_keys.trust_remote_code,
-                overrides=dict(model_keys.override_config),
-            )
-            model = model.requires_grad_(False).to(self.device)
-        self.model = model
+            model, shard = self._load(dtype)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        room = None if self.device == "cpu" else partial(room_on_gpu, num_bytes, self.keys.gpu_memory_utilization)
         self.engine = NativeEngine(
             model,
             max_num_seqs=self.keys.max_num_seqs,
             max_num_batched_tokens=self.keys.max_num_batched_tokens,
             shared_weights=self.shares_weights,
+            cache_bytes=room,
+            shard=shard,
+            parallel=TensorParallel.over_neighbours(self.context.tp_size),
         )
+
+    def _load(self, dtype: torch.dtype) -> tuple[nn.Module, Shard]:
+        """This rank's part of the model, cut before it moves: a GPU never holds more than its part."""
+        keys = self.config.actor_rollout_ref.model
+        model: Any = load_policy(
+            keys.path,
+            dtype=dtype if self.device == "cpu" else torch.bfloat16,
+            trust_remote_code=keys.trust_remote_code,
+            overrides=dict(keys.override_config),
+        )
+        refuse_unknown(model)
+        shard = Shard(model.config, self.context.tp_size, self.context.tp_rank)
+        shard.cut(model)
+        return model.requires_grad_(False).to(self.device), shard
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
@@ -120,12 +137,9 @@ class Rollout(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto) -> None:
         """Some of the weights, as the actor's `export_weights` gave them."""
-        named = self.model.state_dict()
-        with torch.no_grad():
-            for name, row in weights.batch.items():
-                named[name].copy_(row[0])
+        self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def end_of_weights(self, version: int) -> None:
         """All weights have been taken: what was computed with the old ones is forgotten."""
-        self.engine.update_weights(self.model.state_dict().items(), version)
+        self.engine.update_weights((), version)

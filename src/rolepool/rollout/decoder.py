@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rolepool.errors import RolepoolError
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
+from rolepool.rollout.tensor_parallel import TensorParallel
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
@@ -90,22 +91,16 @@ class Weights:
 
 
 class Decoder:
-    """Runs passes of `model`, a Hugging Face causal language model, with its weights as `weights` last read them."""
+    """Runs passes of `model`, a Hugging Face causal language model, with its weights as `weights` last read them.
 
-    def __init__(self, model: nn.Module) -> None:
+    Of a model cut over ranks, all ranks of `parallel` run the same passes.
+    """
+
+    def __init__(self, model: nn.Module, parallel: TensorParallel) -> None:
+        self._parallel = parallel
         untyped: Any = model  # of Hugging Face, which torch's types know nothing of
         self._model, config = untyped, untyped.config
-        if config.model_type not in MODEL_TYPES:
-            raise RolepoolError(
-                f"the native rollout engine does not know the architecture {type(model).__name__} "
-                f"(model_type {config.model_type}); it knows {', '.join(MODEL_TYPES)}. Write rollout.name=vllm instead"
-            )
-        rope_type = config.rope_parameters["rope_type"]
-        if rope_type not in _ROPE_OF_ANY_LENGTH:
-            raise RolepoolError(
-                f"the native rollout engine does not know rotary embeddings of type {rope_type}, "
-                f"only {', '.join(_ROPE_OF_ANY_LENGTH)}. Write rollout.name=vllm instead"
-            )
+        refuse_unknown(model)
         layers = untyped.model.layers
         attention = layers[0].self_attn
         self._head_dim: int = attention.head_dim
@@ -189,9 +184,9 @@ class Decoder:
                 qk_thd = torch.cat((layer.q_norm(queries_thd), layer.k_norm(keys_thd)), dim=1)
             qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(half, dims=-1), sin_t1d)
             cache.write(index, places, qk_thd[:, self._num_heads :], values_thd)
-            x_te = x_te + layer.out(attention(index, qk_thd[:, : self._num_heads]))
+            x_te = x_te + self._parallel.sum(layer.out(attention(index, qk_thd[:, : self._num_heads])))
             gate, up = layer.gate_up(layer.mlp_norm(x_te)).chunk(2, dim=-1)
-            x_te = x_te + layer.down(layer.activation(gate) * up)
+            x_te = x_te + self._parallel.sum(layer.down(layer.activation(gate) * up))
         return x_te
 
     def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
@@ -274,6 +269,22 @@ class Decoder:
                     f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}. "
                     "Merge adapters into the weights first"
                 )
+
+
+def refuse_unknown(model: Any) -> None:
+    """Raise RolepoolError unless `Decoder` can run models of this kind."""
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise RolepoolError(
+            f"the native rollout engine does not know the architecture {type(model).__name__} "
+            f"(model_type {config.model_type}); it knows {', '.join(MODEL_TYPES)}. Write rollout.name=vllm instead"
+        )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _ROPE_OF_ANY_LENGTH:
+        raise RolepoolError(
+            f"the native rollout engine does not know rotary embeddings of type {rope_type}, "
+            f"only {', '.join(_ROPE_OF_ANY_LENGTH)}. Write rollout.name=vllm instead"
+        )
 
 
 def _window_of_layer(config: Any, index: int) -> int | None:

@@ -116,11 +116,12 @@ class Engine(Protocol):
         """One completion per request, in the order of requests. `progress` is called now and then, and at the end."""
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
         """Take new weights, full tensors under their Hugging Face names, streamed, in place.
 
-        Names that are missing or unknown and shapes that do not fit are refused by name. Whatever was computed with
-        the old weights is forgotten. An engine with shared weights looks at `version` only.
+        They may come in several calls, of which the last gives the version. Names that are missing, double or unknown
+        and shapes that do not fit are refused by name. Whatever was computed with the old weights is forgotten. An
+        engine with shared weights looks at `version` only.
         """
         ...
 

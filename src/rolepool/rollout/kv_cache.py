@@ -25,6 +25,20 @@ class CacheShape:
         return 2 * self.num_layers * self.num_heads * self.head_dim * length * self.dtype.itemsize
 
 
+def room_on_gpu(weights_bytes: int, utilization: float) -> int:
+    """Bytes that a cache may take now on this process's GPU, where the rollout's weights take `weights_bytes`."""
+    free, total = torch.cuda.mem_get_info()
+    allocated = torch.cuda.memory_allocated()
+    share = int(total * torch.cuda.get_per_process_memory_fraction())
+    unused = torch.cuda.memory_reserved() - allocated  # which torch holds, and gives to whoever asks in this process
+    return cache_room(share, min(free + unused, share - allocated), weights_bytes, utilization)
+
+
+def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
+    """Weights and cache have this part of the share, and the cache no more of what is free: passes need room too."""
+    return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
+
+
 class SlotCache:
     """`num_slots` slots of `length` tokens each. Running samples fill the first slots, without holes."""
 

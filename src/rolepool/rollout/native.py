@@ -21,7 +21,8 @@ from rolepool.rollout.engine import Capabilities, Completion, FinishReason, Prog
 from rolepool.rollout.kv_cache import SlotCache
 from rolepool.rollout.rows import Rows
 from rolepool.rollout.sampling import choose, seed_streams
-from rolepool.rollout.weights import load_named_tensors
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
+from rolepool.rollout.weights import WeightStream
 
 _PROGRESS_INTERVAL_S = 0.5
 _REFILL_FRACTION = 8
@@ -34,7 +35,9 @@ class NativeEngine:
 
     The model's weights are read anew by each `generate`. With `shared_weights` they are the trainer's own. `fuse`
     runs with a temporary copy of the weights that are applied to the same input, side by side; None does so on CPU,
-    where the number of operations counts. `cache_bytes` bounds the cache; None lets it have `max_num_seqs` slots.
+    where the number of operations counts. `cache_bytes` is asked how large a new cache may be; None lets it have
+    `max_num_seqs` slots. With `shard` the model is that part of one whose ranks are `parallel`; all of them make the
+    same calls, and all generate what the first does.
     """
 
     def __init__(
@@ -44,18 +47,22 @@ class NativeEngine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         shared_weights: bool = False,
-        cache_bytes: int | None = None,
+        cache_bytes: Callable[[], int] | None = None,
         fuse: bool | None = None,
         version: int = 0,
+        shard: Shard | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
-        self._model = model
-        self._decoder = Decoder(model)
+        self._model, self._shard = model, shard
+        self._parallel = parallel or TensorParallel()
+        self._decoder = Decoder(model, self._parallel)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._cache_bytes = cache_bytes
         self._fuse = fuse
         self._version = version
         self._cache: SlotCache | None = None
         self._asleep = False
+        self._arriving: WeightStream | None = None
         self._half_updated = False
         self.capabilities = Capabilities(
             top_p=True, top_k=True, per_sample_seeds=True, sleep=True, shared_weights=shared_weights
@@ -74,7 +81,9 @@ class NativeEngine:
         if self._asleep:
             raise RolepoolError("the rollout engine is asleep: wake it before it generates")
         if self._half_updated:
-            raise RolepoolError("the last weight update failed halfway: update the weights before generating")
+            raise RolepoolError(
+                "the last weight update failed halfway or has not ended: update the weights before generating"
+            )
         self._refuse_unfit(requests, sampling)
         if not requests:
             return []
@@ -82,6 +91,7 @@ class NativeEngine:
             with torch.inference_mode(), _in_eval_mode(self._model):
                 return _Generation(
                     self._decoder,
+                    self._parallel,
                     self._take_cache(requests, sampling),
                     requests,
                     sampling,
@@ -94,12 +104,19 @@ class NativeEngine:
             self._cache = None  # it may hold NaN, which would outlive the weights it came from
             raise
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.capabilities.shared_weights:
             self._half_updated = True
-            load_named_tensors(self._model, named_tensors)
+            # Taken out while it is at work: after an error the next update begins anew.
+            stream, self._arriving = self._arriving or WeightStream(self._model, self._shard), None
+            stream.take(named_tensors)
+            if version is None:
+                self._arriving = stream
+                return
+            stream.end()
             self._half_updated = False
-        self._version = version
+        if version is not None:
+            self._version = version
 
     def sleep(self) -> None:
         self._cache = None
@@ -130,20 +147,21 @@ class NativeEngine:
             raise DataError(problems[:5] + more)
 
     def _take_cache(self, requests: Sequence[Request], sampling: Sampling) -> SlotCache:
-        """The cache of the last call if it is large enough, else a new one."""
+        """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
         length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
         num_slots = min(self._max_num_seqs, len(requests))
         shape = self._decoder.cache_shape
-        if self._cache_bytes is not None:
-            num_slots = min(num_slots, self._cache_bytes // shape.slot_bytes(length))
-            if num_slots < 1:
-                raise RolepoolError(
-                    f"the rollout's KV cache may take {self._cache_bytes:,} bytes, and one sequence of {length} tokens "
-                    f"needs {shape.slot_bytes(length):,}: raise rollout.gpu_memory_utilization, or shorten "
-                    "data.max_prompt_length or data.max_response_length"
-                )
         if self._cache is None or not self._cache.fits(shape, num_slots, length):
             self._cache = None  # before the new one is made, so that both never exist at once
+            if self._cache_bytes is not None:
+                num_bytes = self._parallel.smallest(self._cache_bytes(), shape.device)
+                num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
+                if num_slots < 1:
+                    raise RolepoolError(
+                        f"the rollout's KV cache may take {num_bytes:,} bytes, and one sequence of {length} tokens "
+                        f"needs {shape.slot_bytes(length):,}: raise actor_rollout_ref.rollout.gpu_memory_utilization, "
+                        "or shorten data.max_prompt_length or data.max_response_length"
+                    )
             self._cache = SlotCache(shape, num_slots, length)
         return self._cache
 
@@ -154,6 +172,7 @@ class _Generation:
     def __init__(
         self,
         decoder: Decoder,
+        parallel: TensorParallel,
         cache: SlotCache,
         requests: Sequence[Request],
         sampling: Sampling,
@@ -163,7 +182,7 @@ class _Generation:
         version: int,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._parallel, self._cache = decoder, parallel, cache
         self._requests, self._sampling, self._version = requests, sampling, version
         self._max_num_batched_tokens = max_num_batched_tokens
         self._weights: Weights = decoder.weights(cache.length, fuse)
@@ -231,7 +250,8 @@ class _Generation:
     def _sample(self, rows: slice, hidden: Tensor) -> None:
         logits = self._decoder.logits(self._weights, hidden)
         tokens, log_probs = choose(logits, self._rows.streams[rows], self._rows.steps[rows], self._sampling)
-        self._rows.record(rows, tokens, log_probs)
+        # What the first rank chose holds: ranks that disagree on a token would part ways, and wait for each other.
+        self._rows.record(rows, self._parallel.first(tokens), log_probs)
 
     def _complete(self, index: int) -> None:
         request, tokens, log_probs = self._rows.take(index)

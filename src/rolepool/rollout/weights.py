@@ -12,34 +12,48 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.errors import DataError
+from rolepool.rollout.tensor_parallel import Shard
 
 _SHOWN = 5
 
 
-def load_named_tensors(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each tensor in place as it arrives. Of tied weights, one name or all may come.
+class WeightStream:
+    """Whole tensors on their way into a model, or into the shard of it that `model` is. Of tied weights, one name or
+    all may come.
 
     A name or shape that does not fit is refused when it arrives, a name that is missing at the end; by then the
     model holds a mixture of old and new weights.
     """
-    targets = model.state_dict(keep_vars=True)
-    arrived: set[str] = set()
-    with torch.no_grad():
+
+    def __init__(self, model: nn.Module, shard: Shard | None) -> None:
+        self._targets = model.state_dict(keep_vars=True)
+        self._shard = shard
+        self._arrived: set[str] = set()
+
+    @torch.no_grad()
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy each tensor in place as it arrives."""
         for name, tensor in named_tensors:
-            if name not in targets:
-                raise DataError(f"weights: {name} is not a weight of this model{_nearest(name, targets)}")
-            if name in arrived:
+            if name not in self._targets:
+                raise DataError(f"weights: {name} is not a weight of this model{_nearest(name, self._targets)}")
+            if name in self._arrived:
                 raise DataError(f"weights: {name} came twice")
-            target = targets[name]
-            if tensor.shape != target.shape:
-                raise DataError(f"weights: {name} has shape {list(tensor.shape)}, the model's {list(target.shape)}")
-            target.copy_(tensor)
-            arrived.add(name)
-    served = {id(targets[name]) for name in arrived}
-    missing = [name for name, target in targets.items() if id(target) not in served]
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise DataError(f"weights: {len(missing)} of {len(targets)} did not come: {', '.join(missing[:_SHOWN])}{more}")
+            target = self._targets[name]
+            shape = target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
+            if tensor.shape != shape:
+                raise DataError(f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}")
+            target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
+            self._arrived.add(name)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        served = {id(self._targets[name]) for name in self._arrived}
+        missing = [name for name, target in self._targets.items() if id(target) not in served]
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise DataError(
+                f"weights: {len(missing)} of {len(self._targets)} did not come: {', '.join(missing[:_SHOWN])}{more}"
+            )
 
 
 def _nearest(name: str, targets: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ Owns which process gets which role, and how the rollout comes by the actor's wei
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import Plan, Role
+from rolepool.placement.models import ShapeUnknown, read_shape
 from rolepool.protocol import CallFuture
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
@@ -22,6 +24,7 @@ from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
+from rolepool.rollout.tensor_parallel import refuse_uneven
 
 RULE_POOL = "reward_cpu"
 WEIGHTS_PER_CALL = 16
@@ -47,16 +50,20 @@ def build_roles(
     """Make every role on its pool, all pools side by side, and wait until they are there."""
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
+    ranks_per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    with suppress(ShapeUnknown):  # the rollout's processes load the model, and check again
+        shape = read_shape(model_keys.path, model_keys.override_config)
+        refuse_uneven(shape.num_heads, shape.num_kv_heads, shape.intermediate_size, ranks_per_copy)
     proxies: dict[Role, RoleProxy] = {}
 
-    def add(role: Role, worker_class: type[Any], *args: Any) -> None:
+    def add(role: Role, worker_class: type[Any], *args: Any, **options: Any) -> None:
         if role in plan.roles:
             group = cluster.groups[plan.roles[role]]
-            proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False)
+            proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False, **options)
 
     # The actor comes before the rollout, which shares its weights where they share a process.
     add(Role.Actor, Actor, num_training_steps)
-    add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tokenizer.pad_token_id)
+    add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tokenizer.pad_token_id, tensor_parallel=ranks_per_copy)
     add(Role.RefPolicy, Reference)
     add(Role.Critic, Critic, num_training_steps)
     add(Role.RewardModel, RewardModel, tokenizer.pad_token_id)
@@ -67,7 +74,7 @@ def build_roles(
         proxy.ready.get()
     ready = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
     together = plan.roles[Role.Actor] == plan.roles[Role.Rollout]
-    sync = _sync_here if together else _sync_across
+    sync = sync_here if together else sync_across
     return Roles(
         actor=ready[Role.Actor],
         rollout=ready[Role.Rollout],
@@ -78,12 +85,12 @@ def build_roles(
     )
 
 
-def _sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
+def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
     """Actor and rollout share processes: each process hands its weights over inside."""
     return lambda version: [rollout.take_weights_here(version)]
 
 
-def _sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
+def sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
     """Weights go from the actor's rank 0 through shared memory to every rollout process, a few layers at a time.
 
     Both pools get their calls in the same order, and neither waits for the other inside a call: it cannot deadlock.

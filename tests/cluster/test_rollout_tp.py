@@ -1,0 +1,129 @@
+"""After a sync a rollout over two ranks agrees with the actor, whether they share a pool or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from cluster_helpers import start
+
+from rolepool.cluster import Cluster, RoleProxy
+from rolepool.config import load_config
+from rolepool.data import PromptLoader, train_prompts
+from rolepool.data.demo import make_demo
+from rolepool.data.tokenizer import load_tokenizer
+from rolepool.errors import ConfigError
+from rolepool.placement import build_plan
+from rolepool.placement.checks import find_problems
+from rolepool.protocol import DataProto
+from rolepool.roles.actor import Actor
+from rolepool.roles.rollout import Rollout
+from rolepool.trainer.advantages import Estimator, repeated
+from rolepool.trainer.build import build_roles, sync_across, sync_here
+from rolepool.trainer.step import ppo_step
+
+TOLERANCE = 1e-4
+PLACEMENTS = {
+    "one pool": ["trainer.n_gpus_per_node=2"],
+    "two pools": [
+        "trainer.n_gpus_per_node=3",
+        "placement.strategy=custom",
+        "placement.pools.train=[1]",
+        "placement.pools.generate=[2]",
+        "placement.roles.actor=train",
+        "placement.roles.rollout=generate",
+    ],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=5, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def settings(folder: Path, placement: list[str]) -> list[str]:
+    demo = make_demo(folder)
+    return [
+        f"actor_rollout_ref.model.path={demo.model}",
+        f"data.train_files={demo.train_file}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.device=cpu",
+        *placement,
+    ]
+
+
+def distance(actor: RoleProxy, rollouts: DataProto) -> float:
+    """Between the log-probs that rollouts came with and the actor's of the same tokens."""
+    scored = actor.compute_log_prob(rollouts, blocking=True)
+    gap = (scored.batch["old_log_probs"] - rollouts.batch["rollout_log_probs"]) * rollouts.batch["response_mask"]
+    return float(gap.abs().max())
+
+
+def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_both_rollouts(tmp_path: Path) -> None:
+    """The actor is sharded over two ranks; a rollout over both of them, and one over the ranks of another pool."""
+    config = load_config([], settings(tmp_path / "demo", PLACEMENTS["one pool"])).config
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    prompts = repeated(loader.next_batch(), 2)
+    with start({"train": [2], "generate": [2]}) as cluster:
+        train, generate = cluster.groups["train"], cluster.groups["generate"]
+        actor = train.add_role("actor", Actor, config, 10, blocking=False)
+        rollouts = [
+            group.add_role("rollout", Rollout, config, (1,), 0, tensor_parallel=2, blocking=False)
+            for group in (train, generate)
+        ]
+        old = rollouts[0].generate_sequences(prompts, blocking=True)
+        assert distance(actor, old) < TOLERANCE
+        scored = actor.compute_log_prob(old, blocking=True)
+        advantages = {"advantages": torch.randn(16, 4), "old_log_probs": scored.batch["old_log_probs"]}
+        actor.update_actor(old.union(DataProto.from_dict(advantages)))
+        assert distance(actor, old) > 10 * TOLERANCE, "the update moved too little to tell old weights from new"
+        for sync, rollout in zip((sync_here, sync_across), rollouts, strict=True):
+            for call in sync(actor.with_blocking(False), rollout.with_blocking(False))(1):
+                call.get()
+        inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
+        assert distance(actor, inside) < TOLERANCE
+        assert distance(actor, across) < TOLERANCE
+        assert torch.equal(inside.batch["responses"], across.batch["responses"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, tmp_path: Path) -> None:
+    config = load_config([], settings(tmp_path / "demo", PLACEMENTS[name])).config
+    plan = build_plan(config)
+    assert find_problems(config, plan) == []
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    with Cluster(plan) as cluster:
+        roles = build_roles(cluster, config, plan, 10)
+        assert (roles.rollout.tp_size, roles.rollout.dp_size) == (2, 1)
+        step = ppo_step(config, roles, Estimator(config), repeated(loader.next_batch(), 2), 1)
+        before = step.calls["gen"][0].get()
+        assert distance(roles.actor, before) > 10 * TOLERANCE, (
+            "the update moved too little to tell old weights from new"
+        )
+        after = roles.rollout.generate_sequences(repeated(loader.next_batch(), 2)).get()
+        assert len(after) == 16
+        assert distance(roles.actor, after) < TOLERANCE
+
+
+def test_a_size_that_the_models_heads_do_not_allow_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    placement = [*PLACEMENTS["one pool"], "+actor_rollout_ref.model.override_config.num_attention_heads=3"]
+    config = load_config([], settings(tmp_path / "demo", placement)).config
+    plan = build_plan(config)
+    unstarted = Cluster.__new__(Cluster)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: cannot divide the model's 3 heads"):
+        build_roles(unstarted, config, plan, 10)

@@ -1,0 +1,139 @@
+"""The rollout role: weights from another pool are checked, and the cache stays within its part of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rolepool.config import load_config
+from rolepool.data.demo import Demo, make_demo
+from rolepool.errors import DataError, RolepoolError
+from rolepool.protocol import DataProto
+from rolepool.protocol.worker import WorkerContext, made_in
+from rolepool.roles.rollout import Rollout
+from rolepool.rollout.kv_cache import cache_room
+
+NORM = "model.norm.weight"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    return make_demo(tmp_path_factory.mktemp("demo") / "data")
+
+
+@pytest.fixture
+def weights(demo: Demo) -> dict[str, Tensor]:
+    """All names that the actor exports: of tied weights both."""
+    named = {name: tensor + 0.01 for name, tensor in load_file(demo.model / "model.safetensors").items()}
+    return {**named, "lm_head.weight": named["model.embed_tokens.weight"]}
+
+
+def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
+    settings = [f"actor_rollout_ref.model.path={demo.model}", "data.max_prompt_length=8", "data.max_response_length=4"]
+    config = load_config([], [*settings, *overrides]).config
+    with made_in(WorkerContext(device=device)):
+        return Rollout(config, (1,), 0)
+
+
+def leg(named: Iterable[tuple[str, Tensor]]) -> DataProto:
+    """As the actor's `export_weights` gives them."""
+    return DataProto.from_dict({name: tensor[None] for name, tensor in named})
+
+
+def prompts(count: int = 3) -> DataProto:
+    rows = {"raw_prompt_ids": [[4, 5, 3]] * count, "uid": list("abc")[:count], "sample_index": list(range(count))}
+    return DataProto.from_dict(non_tensors=rows)
+
+
+def test_weights_that_come_in_legs_are_generated_with(demo: Demo, weights: dict[str, Tensor]) -> None:
+    rollout, named = make_rollout(demo), list(weights.items())
+    before = rollout.generate_sequences(prompts()).batch["rollout_log_probs"]
+    rollout.take_weights(leg(named[:5]))
+    with pytest.raises(RolepoolError, match="failed halfway or has not ended"):
+        rollout.generate_sequences(prompts())
+    rollout.take_weights(leg(named[5:]))
+    rollout.end_of_weights(3)
+    assert rollout.engine.version == 3
+    at_once = make_rollout(demo)
+    at_once.engine.update_weights(named, 3)
+    after = rollout.generate_sequences(prompts()).batch["rollout_log_probs"]
+    assert torch.equal(after, at_once.generate_sequences(prompts()).batch["rollout_log_probs"])
+    assert not torch.allclose(after, before, atol=1e-3)
+
+
+def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: dict[str, Tensor]) -> None:
+    rollout = make_rollout(demo)
+    rollout.take_weights(leg((name, tensor) for name, tensor in weights.items() if name != NORM))
+    with pytest.raises(DataError, match=r"1 of \d+ did not come: model\.norm\.weight"):
+        rollout.end_of_weights(1)
+    assert rollout.engine.version == 0
+    with pytest.raises(RolepoolError, match="failed halfway"):
+        rollout.generate_sequences(prompts())
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        ({NORM: torch.zeros(64)}, r"model\.norm\.weight came twice"),
+        ({"model.norm.wait": torch.zeros(64)}, r"model\.norm\.wait is not a weight"),
+        ({"lm_head.weight": torch.zeros(3, 64)}, r"lm_head\.weight has shape \[3, 64\]"),
+    ],
+    ids=["double", "unknown", "misshaped"],
+)
+def test_a_leg_that_does_not_fit_is_refused_and_a_whole_set_mends_it(
+    demo: Demo, weights: dict[str, Tensor], second: dict[str, Tensor], complaint: str
+) -> None:
+    rollout = make_rollout(demo)
+    rollout.take_weights(leg([(NORM, weights[NORM])]))
+    with pytest.raises(DataError, match=complaint):
+        rollout.take_weights(leg(second.items()))
+    with pytest.raises(DataError, match="did not come"):
+        rollout.end_of_weights(1)
+    rollout.take_weights(leg(weights.items()))
+    rollout.end_of_weights(2)
+    assert len(rollout.generate_sequences(prompts())) == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "weights", "utilization", "room"),
+    [
+        (80, 70, 10, 0.5, 30),  # half of the GPU less the weights
+        (40, 35, 10, 0.5, 10),  # of a pool with half of each GPU
+        (80, 20, 10, 0.5, 10),  # others hold most of it
+        (80, 60, 50, 0.5, 0),  # the weights alone are more
+    ],
+)
+def test_the_cache_stays_within_its_part_of_the_gpu_and_of_what_is_free(
+    share: int, free: int, weights: int, utilization: float, room: int
+) -> None:
+    assert cache_room(share * GIB, free * GIB, weights * GIB, utilization) == room * GIB
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> None:
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    keep = ("actor_rollout_ref.rollout.free_cache_engine=false",)
+    expected = make_rollout(demo, "cuda", *keep)
+    tokens = expected.generate_sequences(prompts()).batch["responses"]
+    cache = expected.engine._cache
+    assert cache is not None and cache.num_slots == 3
+    slot_bytes = cache.shape.slot_bytes(cache.length)
+    held = sum(tensor.nbytes for tensor in expected.engine._model.parameters())
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        utilization = (held + 1.5 * slot_bytes) / (0.5 * total)
+        part = f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization}"
+        small = make_rollout(demo, "cuda", part, *keep)
+        assert torch.equal(small.generate_sequences(prompts()).batch["responses"], tokens)
+        assert small.engine._cache is not None and small.engine._cache.num_slots == 1
+        with pytest.raises(RolepoolError, match=r"raise actor_rollout_ref\.rollout\.gpu_memory_utilization"):
+            tiny = f"actor_rollout_ref.rollout.gpu_memory_utilization={held / (0.5 * total)}"
+            make_rollout(demo, "cuda", tiny, *keep).generate_sequences(prompts())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction)
