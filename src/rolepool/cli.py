@@ -169,16 +169,18 @@ def train(arguments: list[str]) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    """Make the demo's model, tokenizer and prompts in a folder, where they are not there yet."""
+    """Make the demo's models, tokenizer and prompts in a folder, where they are not there yet."""
     parser = _Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
     options = _parse(parser, arguments)
     if options is None:
         return EXIT_FINE
 
-    from rolepool.data.demo import make_demo
+    from rolepool.data.demo import make_demo, make_reward_model
 
-    print(make_demo(options.folder).folder)
+    made = make_demo(options.folder)
+    make_reward_model(made.reward_model)
+    print(made.folder)
     return EXIT_FINE
 
 
