@@ -35,7 +35,10 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+    # Every byte is known; without an unknown token of our own some tokenizer classes add one that the model has not.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=EOS, padding_side="left"
+    )
 
 
 def write_model(shape: dict[str, object], tokenizer: PreTrainedTokenizerFast, folder: Path) -> int:
