@@ -1,43 +1,31 @@
 """The command line: one function a command.
 
-Owns arguments, exit codes and what is printed: 0 fine, 2 the user must change something (one line each, no traceback).
-Heavy imports stay inside the commands, so that `--help` answers at once.
+Owns which commands there are and what they print. Heavy imports stay inside the commands, so that `--help` answers at
+once.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
 
 from rolepool import __version__
-from rolepool.errors import ConfigError, RolepoolError
-
-if TYPE_CHECKING:
-    from rolepool.config import LoadedConfig
-
-EXIT_FINE, EXIT_USER, EXIT_INTERRUPTED = 0, 2, 130
+from rolepool.command_line import (
+    EXIT_FINE,
+    EXIT_USER,
+    Parser,
+    is_input,
+    load_words,
+    parse,
+    print_errors,
+    run_program,
+    words_parser,
+)
+from rolepool.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-        return code
-    except RolepoolError as error:
-        _print_errors(error.problems)
-        return EXIT_USER
-    except KeyboardInterrupt as interrupt:
-        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has left; point stdout elsewhere so that the interpreter's last flush is quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FINE
+    return run_program(_dispatch, argv)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -52,11 +40,6 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"{name!r}: no such command; there are {', '.join(COMMANDS)}")
     command, _ = COMMANDS[name]
     return command(arguments[1:])
-
-
-def _print_errors(problems: Sequence[str]) -> None:
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
 
 
 def _overview() -> str:
@@ -79,13 +62,13 @@ def _overview() -> str:
 
 def plan(arguments: list[str]) -> int:
     """Show which process will hold which GPU with which roles, whether it fits, and what will overlap."""
-    parser = _parser("plan", plan.__doc__)
+    parser = words_parser("rolepool plan", plan.__doc__)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--inventory", metavar="8,8,4", help="GPUs per node there are (also 1024x8)")
     parser.add_argument("--live", action="store_true", help="take the inventory from the running Ray cluster")
     parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
     parser.add_argument("--strict", action="store_true", help="exit 2 when the memory estimate does not fit")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options is None:
         return EXIT_FINE
 
@@ -95,7 +78,7 @@ def plan(arguments: list[str]) -> int:
     from rolepool.placement.memory import estimate_memory
     from rolepool.placement.plan import build_plan
 
-    loaded = _load(options.words)
+    loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
     if options.live and inventory is not None:
         raise ConfigError("--live: the inventory comes from the cluster or from --inventory; give one of them")
@@ -118,22 +101,22 @@ def plan(arguments: list[str]) -> int:
         from rolepool.placement.render import plan_as_text
 
         print(plan_as_text(made, estimate, advice))
-    _print_errors(problems)
+    print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
     return EXIT_USER if problems or (options.strict and does_not_fit) else EXIT_FINE
 
 
 def config(arguments: list[str]) -> int:
     """Print the full resolved config; with KEY, explain that key or group of keys."""
-    parser = _parser("config", config.__doc__, words="KEY, FILE or key=value")
-    options = _parse(parser, arguments)
+    parser = words_parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
+    options = parse(parser, arguments)
     if options is None:
         return EXIT_FINE
 
     from rolepool.config.describe import explain
 
-    keys = [word for word in options.words if not _is_input(word)]
-    loaded = _load([word for word in options.words if _is_input(word)])
+    keys = [word for word in options.words if not is_input(word)]
+    loaded = load_words([word for word in options.words if is_input(word)])
     text = "\n\n".join(explain(key, loaded) for key in keys) if keys else loaded.to_yaml().rstrip()
     print(text)
     return EXIT_FINE
@@ -141,41 +124,19 @@ def config(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """Train. Refuses keys that are set and not built."""
-    parser = _parser("train", train.__doc__)
-    options = _parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    from rolepool.trainer.command import train
 
-    from rolepool.config.built import defaults_not_in_force, refused_keys
-    from rolepool.config.loading import show
-
-    loaded = _load(options.words)
-    refused = refused_keys(loaded)
-    if refused:
-        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
-    waiting = ", ".join(f"{path}={show(loaded.value_of(path))}" for path in defaults_not_in_force(loaded))
-    if waiting:
-        print(f"defaults not in force yet: {waiting}", file=sys.stderr)
-
-    from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.loop import Trainer
-
-    trainer = Trainer(loaded)
-    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
-        trainer.observer = console
-        trainer.run()
-    console.print_summary(str(trainer.folder.path))
-    return EXIT_FINE
+    return train(arguments, "rolepool train")
 
 
 def export(arguments: list[str]) -> int:
     """Write the model of a checkpoint as a plain Hugging Face folder."""
-    parser = _Parser(prog="rolepool export", description=export.__doc__, allow_abbrev=False)
+    parser = Parser(prog="rolepool export", description=export.__doc__, allow_abbrev=False)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="of this step; default: the newest checkpoint")
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options is None:
         return EXIT_FINE
 
@@ -189,16 +150,18 @@ def export(arguments: list[str]) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    """Make the demo's model, tokenizer and prompts in a folder, where they are not there yet."""
-    parser = _Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
+    """Make the demo's models, tokenizer and prompts in a folder, where they are not there yet."""
+    parser = Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     if options is None:
         return EXIT_FINE
 
-    from rolepool.data.demo import make_demo
+    from rolepool.data.demo import make_demo, make_reward_model
 
-    print(make_demo(options.folder).folder)
+    made = make_demo(options.folder)
+    make_reward_model(made.reward_model)
+    print(made.folder)
     return EXIT_FINE
 
 
@@ -209,43 +172,3 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "export": (export, "a checkpoint as a Hugging Face folder"),
     "demo": (demo, "make the files of the embedded demo"),
 }
-
-
-# Arguments
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors as exceptions, so that all of them are printed in one way."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
-
-
-def _parser(name: str, summary: str | None, words: str = "FILE or key=value") -> _Parser:
-    parser = _Parser(prog=f"rolepool {name}", description=summary, allow_abbrev=False)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar=words.replace(", ", "|").replace(" or ", "|"),
-        help=f"{words}; files first, then overrides",
-    )
-    return parser
-
-
-def _parse(parser: _Parser, arguments: list[str]) -> Any:
-    """The options, or None when all that was wanted was help."""
-    try:
-        return parser.parse_intermixed_args(arguments)
-    except SystemExit:
-        return None
-
-
-def _is_input(word: str) -> bool:
-    return "=" in word or word.endswith((".yaml", ".yml")) or os.path.isfile(word)  # noqa: PTH113 (never raises)
-
-
-def _load(words: Sequence[str]) -> LoadedConfig:
-    from rolepool.config import load_config
-
-    files = [word for word in words if "=" not in word and not word.startswith("~")]
-    return load_config(files, [word for word in words if word not in files])

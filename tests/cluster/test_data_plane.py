@@ -156,6 +156,21 @@ def test_consumers_fetch_only_the_keys_that_their_method_reads(two: RoleProxy, o
     assert len([size for size in one.fetched_sizes()[0] if size > KIB]) == 6
 
 
+@pytest.mark.parametrize("is_future", [False, True])
+def test_a_batch_may_be_joined_with_one_that_has_no_key_that_is_read(
+    one: RoleProxy, two: RoleProxy, three: RoleProxy, is_future: bool
+) -> None:
+    made = two.make(ids(6), WIDE).select(["a", "id"])
+    other = (
+        one.make(ids(6), 2).select(["b", "text"]) if is_future else DataProto.from_dict({}, {"note": list("abcdef")})
+    )
+    joined = made.union(other)
+    assert sorted(joined.get(keys=["id"]).batch.keys()) == ["id"]
+    assert [seen["rows"] for seen in three.read_a(joined)] == [[0, 1], [2, 3], [4, 5]]
+    assert [seen["rows"] for seen in three.read_a(joined.reorder([5, 3, 0, 4, 2, 1]))] == [[5, 3], [0, 4], [2, 1]]
+    assert joined.reorder([5, 3, 0, 4, 2, 1]).get(keys=["id"]).batch["id"].tolist() == [5, 3, 0, 4, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("producer", "consumer", "objects_of_ranks"),
     [

@@ -109,6 +109,15 @@ def test_the_reward_model_gives_one_number_for_a_sequence_of_any_padding(tmp_pat
     torch.testing.assert_close(padded[0], scores[0])
 
 
+def test_the_command_makes_all_that_the_demos_recipes_name(rolepool: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    for _ in range(2):
+        assert rolepool("demo", str(folder)) == (0, f"{folder}\n", "")
+    for made in (Demo(folder).model, Demo(folder).reward_model):
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names_in(made))
+    assert {"model", "reward_model", "train.jsonl", "val.jsonl"} <= set(names_in(folder))
+
+
 # Whole or absent
 
 

@@ -23,6 +23,7 @@ from rolepool.protocol.futures import (
     collect_first,
     collect_list,
     intersection,
+    rows_with_keys,
     with_keys,
 )
 from rolepool.protocol.rows import Share
@@ -74,8 +75,8 @@ def _cut_stripe(stripe: Stripe, arguments: ArgumentList, parts: int, index: int,
         first = arguments.add_objects(stripe.pending.refs)
         return StripeArgument(first, len(stripe.pending.refs), keys, rows, share.total if share else None)
     assert share is not None
-    chosen = with_keys(stripe.local, keys)
-    part = chosen[rows] if rows is not None else _range_of(chosen, share.fetched)
+    chosen = rows_with_keys(stripe.local, rows, keys)
+    part = chosen if rows is not None else _range_of(chosen, share.fetched)
     return StripeArgument(arguments.add_objects([ray.put(part)]), None, None, None, share.total)
 
 

@@ -224,6 +224,6 @@ class RewardModel(Section):
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one forward pass on one GPU; null chooses one that fits."""
     max_length: Count | None = None
-    """Longest sequence that is scored, in tokens; null: prompt and response lengths together."""
+    """Tokens that are scored of a text, counted from its end; null: all of prompt and response."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
-    """Fill passes by tokens instead of by a number of sequences."""
+    """Fill passes by tokens (critic.ppo_max_token_len_per_gpu) instead of by a number of sequences."""

@@ -67,6 +67,11 @@ class Demo:
         return self.folder / "model"
 
     @property
+    def reward_model(self) -> Path:
+        """For `reward_model.model.path`; `make_reward_model` makes it."""
+        return self.folder / "reward_model"
+
+    @property
     def train_file(self) -> Path:
         return self.folder / "train.jsonl"
 

@@ -110,8 +110,7 @@ class Stripe:
     def load(self, keys: frozenset[str] | None, timeout_s: float | None) -> DataProto:
         wanted = intersection(self.keys, keys)
         if self.local is not None:
-            chosen = with_keys(self.local, wanted)
-            return chosen if self.order is None else chosen[self.order]
+            return rows_with_keys(self.local, self.order, wanted)
         assert self.pending is not None
         rows = range(self.num_rows()) if self.order is None else self.order
         return gather_rows(self.batches(timeout_s), rows, wanted, self.pending.fetch)
@@ -232,8 +231,8 @@ def collect_batches(results: list[Any]) -> Any:
 
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
-    """One batch of all the keys; a later part wins where two have a key."""
-    if len({len(part) for part in parts}) > 1:
+    """One batch of all the keys; a later part wins where two have a key. A part without keys has no rows to match."""
+    if len({len(part) for part in parts if _keys_of(part)}) > 1:
         sizes = ", ".join(f"{sorted(_keys_of(part))}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
     joined = parts[0]
@@ -258,6 +257,13 @@ def with_keys(batch: DataProto, keys: frozenset[str] | None) -> DataProto:
         return batch
     tensors = [] if batch.batch is None else [key for key in batch.batch.keys() if key in keys]  # noqa: SIM118
     return batch.select(tensors, [key for key in batch.non_tensor_batch if key in keys])
+
+
+def rows_with_keys(batch: DataProto, rows: Order | None, keys: frozenset[str] | None) -> DataProto:
+    """These rows (None: all) of those of the keys that it has."""
+    chosen = with_keys(batch, keys)
+    without_rows = len(chosen) < len(batch)  # none of its arrays is among the keys, so there is nothing to pick from
+    return chosen if rows is None or without_rows else chosen[rows]
 
 
 def _keys_of(batch: DataProto) -> set[str]:

@@ -1,0 +1,44 @@
+"""The train command, for every program that has it: from words to a run.
+
+Owns what is said before the first step and after the last. Heavy imports wait until there is a config to train.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rolepool.command_line import EXIT_FINE, load_words, parse, words_parser
+from rolepool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rolepool.config import LoadedConfig
+
+
+def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> int:
+    """Train. Refuses keys that are set and not built."""
+    options = parse(words_parser(program, train.__doc__), arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.config.built import defaults_not_in_force, refused_keys
+    from rolepool.config.loading import show
+
+    loaded = load(options.words)
+    refused = refused_keys(loaded)
+    if refused:
+        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
+    waiting = ", ".join(f"{path}={show(loaded.value_of(path))}" for path in defaults_not_in_force(loaded))
+    if waiting:
+        print(f"defaults not in force yet: {waiting}", file=sys.stderr)
+
+    from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.loop import Trainer
+
+    trainer = Trainer(loaded)
+    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
+        trainer.observer = console
+        trainer.run()
+    console.print_summary(str(trainer.folder.path))
+    return EXIT_FINE
