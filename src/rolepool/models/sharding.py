@@ -21,7 +21,7 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if device == "cpu" and world_size == 1:
         return model
-    size = world_size if fsdp_size == -1 else fsdp_size
+    size = num_shards(fsdp_size, world_size)
     if size == world_size:
         mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
     else:
@@ -36,6 +36,11 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def num_shards(fsdp_size: int, world_size: int) -> int:
+    """Ranks that one copy of the weights is spread over."""
+    return world_size if fsdp_size == -1 else fsdp_size
 
 
 def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:

@@ -105,6 +105,39 @@ def advise(
     return singles
 
 
+def roomier_divisions(config: Config, role: Role) -> list[str]:
+    """The division of the same GPUs under which a role at work leaves the most room, where it beats the one there is.
+
+    A role is not told whether it fits: this is for one that did not, whatever the estimate said.
+    """
+    before = _taken(config, role)
+    if before is None:
+        return []
+    found = []
+    for changes in _divisions(config):
+        changed = config
+        for path, value in changes.items():
+            changed = _changed(changed, path.split("."), value)
+        after = None if any(True for _ in contradictions(changed)) else _taken(changed, role)
+        if after is not None and before - after >= WORTH_SAYING_BYTES:
+            found.append((after, " ".join(f"{path}={show(value)}" for path, value in changes.items())))
+    return [override for _, override in sorted(found)[:1]]
+
+
+def _taken(config: Config, role: Role) -> int | None:
+    """What a role's pool takes per GPU while the role works; None for no plan, or a model that is not known."""
+    try:
+        plan = build_plan(config)
+    except RolepoolError:
+        return None
+    name = plan.roles.get(role)
+    pools = estimate_memory(config, plan, None).pools
+    if name not in pools or find_problems(config, plan):
+        return None
+    memory = pools[name].roles
+    return memory[role].working + sum(other.idle for key, other in memory.items() if key is not role)
+
+
 def _helpful(trial: _Trial, base: Changes, candidates: Sequence[Changes], before: int) -> list[tuple[Advice, Changes]]:
     """Those of the candidates that help on top of `base`, best first."""
     found = []
@@ -177,6 +210,10 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     for utilization in (0.4, 0.3, 0.2):
         if utilization < models.rollout.gpu_memory_utilization:
             yield {"actor_rollout_ref.rollout.gpu_memory_utilization": utilization}
+    yield from _divisions(config)
+
+
+def _divisions(config: Config) -> Iterator[Changes]:
     yield {"placement.strategy": "standard"}
     yield {"placement.strategy": "split"}
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
