@@ -106,36 +106,34 @@ def advise(
 
 
 def roomier_divisions(config: Config, role: Role) -> list[str]:
-    """The division of the same GPUs under which a role at work leaves the most room, where it beats the one there is.
+    """The division of the same GPUs that takes less than this one where a role works, and no more anywhere else.
 
-    A role is not told whether it fits: this is for one that did not, whatever the estimate said.
+    For a role that did not fit, whatever the estimate said. At most one: that with the lowest peak over all pools.
     """
-    before = _taken(config, role)
-    if before is None:
-        return []
+    now = _taken(config, role)
     found = []
     for changes in _divisions(config):
         changed = config
         for path, value in changes.items():
             changed = _changed(changed, path.split("."), value)
         after = None if any(True for _ in contradictions(changed)) else _taken(changed, role)
-        if after is not None and before - after >= WORTH_SAYING_BYTES:
-            found.append((after, " ".join(f"{path}={show(value)}" for path, value in changes.items())))
+        if now and after and now[0] - after[0] >= WORTH_SAYING_BYTES and after[1] <= now[1]:
+            found.append((after[1], " ".join(f"{path}={show(value)}" for path, value in changes.items())))
     return [override for _, override in sorted(found)[:1]]
 
 
-def _taken(config: Config, role: Role) -> int | None:
-    """What a role's pool takes per GPU while the role works; None for no plan, or a model that is not known."""
+def _taken(config: Config, role: Role) -> tuple[int, int] | None:
+    """Bytes of one GPU: while the role works, and at most in any pool; None for no plan, or a model that is unknown."""
     try:
         plan = build_plan(config)
     except RolepoolError:
         return None
-    name = plan.roles.get(role)
-    pools = estimate_memory(config, plan, None).pools
-    if name not in pools or find_problems(config, plan):
+    estimate = estimate_memory(config, plan, None)
+    if role not in plan.roles or estimate.unknown or find_problems(config, plan):
         return None
-    memory = pools[name].roles
-    return memory[role].working + sum(other.idle for key, other in memory.items() if key is not role)
+    memory = estimate.pools[plan.roles[role]].roles
+    beside = sum(other.idle for key, other in memory.items() if key is not role)
+    return memory[role].working + beside, max(pool.peak for pool in estimate.pools.values())
 
 
 def _helpful(trial: _Trial, base: Changes, candidates: Sequence[Changes], before: int) -> list[tuple[Advice, Changes]]:
