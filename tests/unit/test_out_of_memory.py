@@ -176,7 +176,7 @@ def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
 
 
 def test_what_is_not_offloaded_yet_is_offered_on_a_gpu() -> None:
-    assert offloads("a", Fsdp(), "cuda") == ["a.param_offload=true", "a.optimizer_offload=true"]
+    assert offloads("a", Fsdp(), "cuda") == ["a.optimizer_offload=true", "a.param_offload=true"]
     assert offloads("a", Fsdp(param_offload=True), "cuda") == ["a.optimizer_offload=true"]
     assert offloads("a", RefFsdp(), "cuda") == ["a.param_offload=true"]
     assert offloads("a", Fsdp(), "cpu") == []

@@ -22,8 +22,8 @@ def remedies(worker: Worker, config: Config, own: Iterable[str]) -> list[str]:
 
 
 def offloads(section: str, fsdp: Fsdp | RefFsdp, device: str) -> list[str]:
-    """What of a model could still go to host memory between uses; on a CPU everything is there."""
-    if device == "cpu":
-        return []
-    away = fsdp.model_dump(include={"param_offload", "optimizer_offload"})
-    return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away]
+    """What of a model could still go to host memory between uses, the larger first; on a CPU everything is there."""
+    away = {"param_offload": fsdp.param_offload}
+    if isinstance(fsdp, Fsdp):
+        away = {"optimizer_offload": fsdp.optimizer_offload, **away}
+    return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away and device != "cpu"]
