@@ -445,6 +445,23 @@ class Fragile(Worker):
         return num_steps
 
 
+class Greedy(Worker):
+    """Wants more memory than there is, on rank 1: when it is made, or when it works."""
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.override = f"some.rows={self.world_size}"
+        if at_once:
+            self.take_too_much()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_too_much(self) -> None:
+        if self.rank == 1:
+            torch.empty(2**50)
+
+    def less_memory(self, method: str) -> list[str]:
+        return [self.override, f"{method}.offload=true"]
+
+
 class NeverReady(Worker):
     """A role whose model cannot be loaded on rank 1."""
 

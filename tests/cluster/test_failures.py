@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 import ray
 import torch
 from cluster_helpers import all_ended, is_running, leaked_since, pids_of, shared_memory, start, wait_until
-from roles_for_tests import Fragile, NeverReady
+from roles_for_tests import Fragile, Greedy, NeverReady
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.errors import WorkerError
@@ -291,6 +292,27 @@ def test_one_rank_that_fails_while_the_others_wait_for_it_does_not_hang(cluster:
     assert "did not come to the barrier" in str(error_of(waiting.get)), "the pool cannot be used any more, and says why"
     assert "did not come to the barrier" in str(error_of(barrier.work))
     wait_until(lambda: all_ended(process.pid for process in cluster.groups["barrier"].processes))
+    assert_still_works(healthy)
+
+
+# Memory
+
+
+def test_out_of_memory_is_one_error_with_what_was_wanted_what_was_free_and_what_helps(
+    cluster: Cluster, healthy: RoleProxy
+) -> None:
+    group = cluster.groups["healthy"]
+    errors = [
+        error_of(lambda: group.add_role("too large", Greedy, at_once=True)),
+        error_of(group.add_role("greedy", Greedy).take_too_much),
+    ]
+    for error, role, method in zip(errors, ("too large", "greedy"), ("__init__", "take_too_much"), strict=True):
+        assert (error.pool, error.role, error.rank, error.method) == ("healthy", role, 1, method)
+        first, second = error.problems
+        who = f"healthy rank 1 ({role}.{method}, node {error.node}, pid {group.processes[1].pid})"
+        found = re.fullmatch(r"(.*) is out of memory: (.*) wanted, [\d.]+ [MGT]iB free in host memory", first)
+        assert found is not None and found.groups() == (who, "4.0 PiB")
+        assert second.startswith(f"try some.rows=2 or {method}.offload=true; more in docs/troubleshooting.md")
     assert_still_works(healthy)
 
 

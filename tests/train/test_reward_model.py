@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,6 @@ def direct_scores(
 @pytest.fixture(scope="module")
 def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Course:
     folder = tmp_path_factory.mktemp("run")
-    metrics: list[dict[str, float]] = []
     steps: list[Scored] = []
 
     def watched_step(*arguments: Any) -> StepCalls:
@@ -92,10 +92,11 @@ def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pyt
         return step
 
     loaded = recipe(demo, f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}")
-    trainer = Trainer(loaded, lambda step, row: metrics.append(row))
+    trainer = Trainer(loaded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "ppo_step", watched_step)
         trainer.run()
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Course(dict(trainer.plan.roles), steps, metrics)
 
 

@@ -207,12 +207,4 @@ def _lost(error: ObjectLostError, columns: Sequence[tuple[Column, Producer]]) ->
         producer for column, producer in columns if column.ref is not None and column.ref.hex() == error.object_ref_hex
     ]
     producer = (lost or [producer for _, producer in columns])[0]
-    return WorkerError(
-        f"a result of {producer} is lost, for its process died",
-        pool=producer.pool,
-        role=producer.role,
-        rank=producer.rank,
-        node=producer.node,
-        pid=producer.pid,
-        method=producer.method,
-    )
+    return producer.error(f"a result of {producer} is lost, for its process died")

@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from rolepool.cluster.launch import Process
 from rolepool.errors import WorkerError
+from rolepool.protocol.remote import Producer
 
 PING_TIMEOUT_S = 2.0
 
@@ -26,16 +27,9 @@ class Death:
     reason: str
 
     def as_error(self, role: str, method: str) -> WorkerError:
-        process = self.process
-        return WorkerError(
-            f"{self.pool} rank {process.rank} (node {process.address}, pid {process.pid}) died during {role}.{method}: "
-            f"{self.reason}",
-            pool=self.pool,
-            role=role,
-            rank=process.rank,
-            node=process.address,
-            pid=process.pid,
-            method=method,
+        rank, node, pid = self.process.rank, self.process.address, self.process.pid
+        return Producer(self.pool, role, rank, node, pid, method).error(
+            f"{self.pool} rank {rank} (node {node}, pid {pid}) died during {role}.{method}: {self.reason}"
         )
 
 

@@ -80,7 +80,8 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         found = _await_start(started)
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
         counts = {name: pool.counts_by_node for name, pool in plan.pools.items()}
-        _form_pools(counts, processes, "cpu" if device == "cpu" else plan.device, run_seed)
+        shares = {name: pool.share for name, pool in plan.pools.items()}
+        _form_pools(counts, shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
         processes = _with_clocks(processes)
     except BaseException:
         for actors in started.values():
@@ -101,7 +102,7 @@ def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
             Process(actor, rank, Slot(0, rank), place.address, place.pid, place.node_id, None)
             for rank, (actor, place) in enumerate(zip(actors, found, strict=True))
         ]
-        _form_pools({name: {0: count}}, {name: processes}, "cpu", run_seed)
+        _form_pools({name: {0: count}}, {name: 1.0}, {name: processes}, "cpu", run_seed)
     except BaseException:
         for actor in actors:
             ray.kill(actor)
@@ -242,7 +243,11 @@ def _match(
 
 
 def _form_pools(
-    counts: dict[str, dict[int, int]], processes: dict[str, list[Process]], device: str, run_seed: int
+    counts: dict[str, dict[int, int]],
+    shares: dict[str, float],
+    processes: dict[str, list[Process]],
+    device: str,
+    run_seed: int,
 ) -> None:
     """Give every process its rank, and let those of a pool meet in one process group; all pools side by side."""
     masters = {}
@@ -258,6 +263,7 @@ def _form_pools(
                 local_rank=local_rank,
                 local_world_size=counts[name][process.slot.node],
                 device=device,
+                share=shares[name],
                 run_seed=run_seed,
             )
             answer = process.actor.take_rank.remote(assignment)

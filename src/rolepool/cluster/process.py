@@ -33,6 +33,7 @@ from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
 from rolepool.protocol.remote import Producer, Reply, leave_here
 from rolepool.protocol.rows import Share
@@ -63,6 +64,8 @@ class Assignment:
     local_rank: int
     local_world_size: int
     device: str
+    share: float
+    """The fraction of the GPU that is this process's."""
     run_seed: int
 
     def context(self, role: str, tp_size: int) -> WorkerContext:
@@ -109,6 +112,8 @@ class WorkerProcess:
         self._assignment = assignment = replace(assignment, device=_device_for(assignment.device))
         if assignment.device == "cpu":
             torch.set_num_threads(1)
+        elif assignment.share < 1:
+            torch.cuda.set_per_process_memory_fraction(assignment.share)
         os.environ.update(
             RANK=str(assignment.rank),
             WORLD_SIZE=str(assignment.world_size),
@@ -147,8 +152,11 @@ class WorkerProcess:
         self._reseed(name, context.init_seed)
         try:
             with self._as_role(name, "__init__"), made_in(context, self._roles):
-                self._roles[name] = worker_class(*args, **kwargs)
+                # In two steps, so that a role that cannot be made can be asked what it would need.
+                worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
+                worker.__init__(*args, **kwargs)  # type: ignore[misc]
         except WorkerError as error:
+            self._roles.pop(name, None)
             self._failed_roles[name] = error
             raise
         self._reseed(name, context.seed)
@@ -226,16 +234,11 @@ class WorkerProcess:
 
     def _named(self, error: Exception, role: str, method: str) -> WorkerError:
         producer = self._producer(role, method)
+        if is_out_of_memory(error):
+            remedies = self._roles[role].less_memory(method)
+            return producer.error(explain_out_of_memory(str(producer), error, self._assignment.device, remedies))
         summary = "".join(traceback.format_exception_only(error)).strip()
-        return WorkerError(
-            [f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()],
-            pool=producer.pool,
-            role=producer.role,
-            rank=producer.rank,
-            node=producer.node,
-            pid=producer.pid,
-            method=producer.method,
-        )
+        return producer.error([f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()])
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
         return Span(

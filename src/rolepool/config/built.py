@@ -13,7 +13,6 @@ from rolepool.config.schema import all_keys
 VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_rank": (0,),
     "actor_rollout_ref.model.lora_alpha": (),
-    "actor_rollout_ref.ref.fsdp_config.param_offload": (False,),
     "actor_rollout_ref.rollout.name": ("native",),
     "actor_rollout_ref.rollout.enforce_eager": (True,),
     "placement.mps": (False,),

@@ -19,20 +19,28 @@ from torch.distributed.tensor import DTensor
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     """The model on its device, sharded over `fsdp_size` ranks (-1: all of the pool) and replicated over the rest."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    model = model.to(device)
     if device == "cpu" and world_size == 1:
         return model
-    size = world_size if fsdp_size == -1 else fsdp_size
+    size = num_shards(fsdp_size, world_size)
     if size == world_size:
         mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # Layers go to the device one by one as they are sharded: the whole model never has to fit there.
+    for module in (*decoder_layers(model), model):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # The ranks' losses are shares to be added, and so are gradients: averaging and scaling back would round them.
+        # As plain sums, for gloo has no others.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def num_shards(fsdp_size: int, world_size: int) -> int:
+    """Ranks that one copy of the weights is spread over."""
+    return world_size if fsdp_size == -1 else fsdp_size
 
 
 def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
@@ -41,10 +49,13 @@ def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
     return max(lists, key=len, default=nn.ModuleList())
 
 
-def synchronize_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks, or only adds them up here."""
+def add_up_replicas(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass also adds gradients up over replicas; over shards it always does.
+
+    Gradients that wait for the last pass whole would take as much memory as the model that is sharded for its size.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_all_reduce(now)
 
 
 def whole_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

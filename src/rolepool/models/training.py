@@ -9,14 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rolepool.config.model_keys import Fsdp, Optim
-from rolepool.models.sharding import clip_gradients, shard, sum_over_ranks, synchronize_gradients
+from rolepool.models.sharding import add_up_replicas, clip_gradients, shard, sum_over_ranks
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows and its metrics, both as shares that add up to those of the whole mini-batch."""
@@ -45,10 +43,13 @@ class TrainedModel:
         self.num_training_steps = num_training_steps
         self.num_updates = 0
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            self.model.parameters(),
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=device == "cuda",
         )
         self._offload = (fsdp.param_offload, fsdp.optimizer_offload)
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._leave_device()
 
     @property
@@ -70,14 +71,16 @@ class TrainedModel:
         return int(self.optim.lr_warmup_steps_ratio * self.num_training_steps)
 
     def step(self, passes: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, float]:
-        """One optimizer step on a mini-batch, given as passes over its rows on this rank. Metrics are the pool's."""
+        """One optimizer step on a mini-batch, given as passes over its rows on this rank. Metrics are the pool's.
+
+        There is no step where the norm of the gradients, `grad_norm`, is not finite.
+        """
         self.model.train()
         totals: dict[str, float] = defaultdict(float)
         for number, rows in enumerate(passes):
-            synchronize_gradients(self.model, number == len(passes) - 1)
+            add_up_replicas(self.model, number == len(passes) - 1)
             loss, metrics = loss_of(rows)
-            # Gradients are averaged over ranks, and the ranks' losses are shares to be added.
-            (loss * self._ranks).backward()
+            loss.backward()
             for name, share in metrics.items():
                 totals[name] += float(share)
         for group in self.optimizer.param_groups:
@@ -117,6 +120,3 @@ class TrainedModel:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = value.to(device)
-
-    def schedule_state(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates}

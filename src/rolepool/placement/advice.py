@@ -105,6 +105,37 @@ def advise(
     return singles
 
 
+def roomier_divisions(config: Config, role: Role) -> list[str]:
+    """The division of the same GPUs that takes less than this one where a role works, and no more anywhere else.
+
+    For a role that did not fit, whatever the estimate said. At most one: that with the lowest peak over all pools.
+    """
+    now = _taken(config, role)
+    found = []
+    for changes in _divisions(config):
+        changed = config
+        for path, value in changes.items():
+            changed = _changed(changed, path.split("."), value)
+        after = None if any(True for _ in contradictions(changed)) else _taken(changed, role)
+        if now and after and now[0] - after[0] >= WORTH_SAYING_BYTES and after[1] <= now[1]:
+            found.append((after[1], " ".join(f"{path}={show(value)}" for path, value in changes.items())))
+    return [override for _, override in sorted(found)[:1]]
+
+
+def _taken(config: Config, role: Role) -> tuple[int, int] | None:
+    """Bytes of one GPU: while the role works, and at most in any pool; None for no plan, or a model that is unknown."""
+    try:
+        plan = build_plan(config)
+    except RolepoolError:
+        return None
+    estimate = estimate_memory(config, plan, None)
+    if role not in plan.roles or estimate.unknown or find_problems(config, plan):
+        return None
+    memory = estimate.pools[plan.roles[role]].roles
+    beside = sum(other.idle for key, other in memory.items() if key is not role)
+    return memory[role].working + beside, max(pool.peak for pool in estimate.pools.values())
+
+
 def _helpful(trial: _Trial, base: Changes, candidates: Sequence[Changes], before: int) -> list[tuple[Advice, Changes]]:
     """Those of the candidates that help on top of `base`, best first."""
     found = []
@@ -177,6 +208,10 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     for utilization in (0.4, 0.3, 0.2):
         if utilization < models.rollout.gpu_memory_utilization:
             yield {"actor_rollout_ref.rollout.gpu_memory_utilization": utilization}
+    yield from _divisions(config)
+
+
+def _divisions(config: Config) -> Iterator[Changes]:
     yield {"placement.strategy": "standard"}
     yield {"placement.strategy": "split"}
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rolepool.errors import DataError
+from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.columns import merge_meta_info, new_batch
 from rolepool.protocol.data import DataProto
@@ -38,6 +38,10 @@ class Producer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.pool} rank {self.rank} ({self.role}.{self.method}, node {self.node}, pid {self.pid})"
+
+    def error(self, problems: str | Iterable[str]) -> WorkerError:
+        """An error that is about this process and method."""
+        return WorkerError(problems, **self._asdict())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Owns `Worker` and the context it is made in. Does not know how calls arrive.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -91,6 +91,17 @@ class Worker:
         worker = super().__new__(cls)
         worker.context, worker.siblings = _context.get()
         return worker
+
+    def less_memory(self, method: str) -> Sequence[str]:
+        """Overrides (`key=value`) for a user in whose run this method ran out of memory, the best first.
+
+        May be asked of a role whose `__init__` failed, with `method` being `__init__`.
+        """
+        return ()
+
+    def less_memory_at_rest(self) -> Sequence[str]:
+        """Overrides with which this role leaves more memory to the other roles of its process."""
+        return ()
 
     @property
     def rank(self) -> int:

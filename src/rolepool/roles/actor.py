@@ -11,10 +11,11 @@ from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_po
 from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
 from rolepool.models.loading import load_policy
-from rolepool.models.sharding import whole_parameters
+from rolepool.models.sharding import num_shards, whole_parameters
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.less_memory import offloads, remedies
+from rolepool.roles.passes import Passes, PassMemory, response_share, shape_of
 from rolepool.roles.trained import TrainedRole
 from rolepool.roles.updates import mini_batches
 
@@ -28,6 +29,33 @@ class Actor(TrainedRole):
         self.keys = config.actor_rollout_ref.actor
         self.temperature = config.actor_rollout_ref.rollout.temperature
         self.packed = model_keys.use_remove_padding
+        memory = PassMemory(
+            shape_of(model_keys.path, model_keys.override_config),
+            num_shards=num_shards(self.keys.fsdp_config.fsdp_size, self.world_size),
+            checkpointing=model_keys.enable_gradient_checkpointing,
+            logit_share=response_share(config),
+            packed=self.packed,
+        )
+        tokens_key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        max_tokens = self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
+        self.passes = {
+            "compute_log_prob": Passes(
+                rows_key="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+                rows_per_pass=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+                tokens_key=tokens_key,
+                max_tokens=max_tokens,
+                device=self.device,
+                bytes_of_pass=memory.scoring,
+            ),
+            "update_actor": Passes(
+                rows_key="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
+                tokens_key=tokens_key,
+                max_tokens=max_tokens,
+                device=self.device,
+                bytes_of_pass=memory.training,
+            ),
+        }
         model = load_policy(
             model_keys.path,
             dtype=dtype,
@@ -48,16 +76,10 @@ class Actor(TrainedRole):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs and entropys of the response tokens, under the weights as they are."""
         batch = {key: data.batch[key].to(self.device) for key in INPUTS}
-        passes = cut_into_passes(
-            batch["attention_mask"],
-            rows_per_pass=self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
-            max_tokens=self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None,
-            device=self.device,
-        )
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            for rows in passes:
+            for rows in self.passes["compute_log_prob"].cut(batch["attention_mask"]):
                 scores = response_log_probs(
                     model,
                     {key: value[rows] for key, value in batch.items()},
@@ -81,11 +103,11 @@ class Actor(TrainedRole):
         """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
         with self.trained.on_device(training=True):
             metrics = mini_batches(
+                self,
                 self.trained,
                 data,
                 rows_per_mini_batch=self._rows_per_mini_batch,
-                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
-                max_tokens=self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None,
+                passes=self.passes["update_actor"],
                 loss_of=self._loss_of,
             )
         learning_rate = self.trained.learning_rate
@@ -130,6 +152,15 @@ class Actor(TrainedRole):
             loss = loss + keys.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
+
+    def less_memory(self, method: str) -> list[str]:
+        own = self.passes[method].smaller() if method in self.passes else []
+        if method == "update_actor" and not self.config.actor_rollout_ref.model.enable_gradient_checkpointing:
+            own.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
+        return remedies(self, self.config, own)
+
+    def less_memory_at_rest(self) -> list[str]:
+        return offloads("actor_rollout_ref.actor.fsdp_config", self.keys.fsdp_config, self.device)
 
     # Weights for a rollout in another pool
 

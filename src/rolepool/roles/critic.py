@@ -11,10 +11,12 @@ from rolepool.algorithm import LossCounts, compute_value_loss, masked_sum
 from rolepool.config import Config
 from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic
+from rolepool.models.sharding import num_shards
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.actor import INPUTS
-from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.less_memory import offloads, remedies
+from rolepool.roles.passes import Passes, PassMemory, shape_of
 from rolepool.roles.trained import TrainedRole
 from rolepool.roles.updates import mini_batches
 
@@ -24,6 +26,32 @@ class Critic(TrainedRole):
         self.config = config
         self.keys = config.critic
         self.packed = self.keys.model.use_remove_padding
+        memory = PassMemory(
+            shape_of(self.keys.model.path),
+            num_shards=num_shards(self.keys.model.fsdp_config.fsdp_size, self.world_size),
+            checkpointing=self.keys.model.enable_gradient_checkpointing,
+            logit_share=0.0,
+            packed=self.packed,
+        )
+        max_tokens = self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
+        self.passes = {
+            "compute_values": Passes(
+                rows_key="critic.forward_micro_batch_size_per_gpu",
+                rows_per_pass=self.keys.forward_micro_batch_size_per_gpu,
+                tokens_key="critic.ppo_max_token_len_per_gpu",
+                max_tokens=max_tokens,
+                device=self.device,
+                bytes_of_pass=memory.scoring,
+            ),
+            "update_critic": Passes(
+                rows_key="critic.ppo_micro_batch_size_per_gpu",
+                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
+                tokens_key="critic.ppo_max_token_len_per_gpu",
+                max_tokens=max_tokens,
+                device=self.device,
+                bytes_of_pass=memory.training,
+            ),
+        }
         model = load_critic(
             self.keys.model.path, dtype=dtype, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
         )
@@ -37,24 +65,14 @@ class Critic(TrainedRole):
             checkpointing=self.keys.model.enable_gradient_checkpointing,
         )
 
-    @property
-    def _max_tokens(self) -> int | None:
-        return self.keys.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
         batch = {key: data.batch[key].to(self.device) for key in INPUTS}
-        passes = cut_into_passes(
-            batch["attention_mask"],
-            rows_per_pass=self.keys.forward_micro_batch_size_per_gpu,
-            max_tokens=self._max_tokens,
-            device=self.device,
-        )
         parts: dict[int, Tensor] = {}
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            for rows in passes:
+            for rows in self.passes["compute_values"].cut(batch["attention_mask"]):
                 values = response_values(model, {key: value[rows] for key, value in batch.items()}, packed=self.packed)
                 parts.update(zip(rows, values, strict=True))
         return DataProto.from_dict({"values": torch.stack([parts[row] for row in range(len(data))]).cpu()})
@@ -69,11 +87,11 @@ class Critic(TrainedRole):
         rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         with self.trained.on_device(training=True):
             metrics = mini_batches(
+                self,
                 self.trained,
                 data,
                 rows_per_mini_batch=rows,
-                rows_per_pass=self.keys.ppo_micro_batch_size_per_gpu,
-                max_tokens=self._max_tokens,
+                passes=self.passes["update_critic"],
                 loss_of=self._loss_of,
             )
         learning_rate = self.trained.learning_rate
@@ -98,3 +116,12 @@ class Critic(TrainedRole):
         )
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
+
+    def less_memory(self, method: str) -> list[str]:
+        own = self.passes[method].smaller() if method in self.passes else []
+        if method == "update_critic" and not self.keys.model.enable_gradient_checkpointing:
+            own.append("critic.model.enable_gradient_checkpointing=true")
+        return remedies(self, self.config, own)
+
+    def less_memory_at_rest(self) -> list[str]:
+        return offloads("critic.model.fsdp_config", self.keys.model.fsdp_config, self.device)

@@ -1,24 +1,157 @@
-"""How a role cuts its rows into passes: by a number of rows, by tokens, or by what fits where the user said nothing."""
+"""How a role cuts its rows into passes: by a number of rows, by tokens, or by what fits where the user said nothing.
+
+Owns the choice of what fits. The bytes of a pass are the plan's formulas, from `placement.memory`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from rolepool.config import Config
+from rolepool.config.consistency import divisor_near
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.sharding import max_over_ranks
+from rolepool.placement.memory import gathered_bytes, scoring_role, trained_role
+from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
+from rolepool.protocol.memory import free_bytes
 
-TOKENS_THAT_FIT = 16_384
-"""Tokens of a pass where the user left the micro-batch size open: small for a GPU, enough to keep it busy."""
+MOST_TOKENS = 16_384
+"""Tokens of a pass where the user left the micro-batch size open: enough to keep a GPU busy, if they fit."""
+USABLE = 0.8
+"""Of the free memory. The rest is for what the estimate leaves out, and for holes in what the allocator has free."""
+MASK_BYTES = 3
+"""For each pair of tokens that attention compares: a boolean, and the 16-bit number it is turned into."""
+
+BytesOfPass = Callable[[int, int], int]
+"""The memory that a pass over some rows of some width takes beside the model that rests on the device."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """What passes through a model take; nothing where its shape is not known."""
+
+    shape: ModelShape | None
+    num_shards: int
+    checkpointing: bool
+    logit_share: float
+    """Of the tokens of a pass, for how many there are logits."""
+    packed: bool
+
+    def training(self, num_rows: int, width: int) -> int:
+        """Forward and backward; also the gradients, which are not there between updates."""
+        if self.shape is None:
+            return 0
+        taken = trained_role(
+            self.shape.num_params,
+            self.shape,
+            num_shards=self.num_shards,
+            num_tokens=num_rows * width,
+            num_logit_tokens=int(num_rows * width * self.logit_share),
+            checkpointing=self.checkpointing,
+            param_offload=False,
+            optimizer_offload=False,
+        )
+        return taken.gradients + taken.activations + taken.logits + self._of_any(self.shape, num_rows, width)
+
+    def scoring(self, num_rows: int, width: int) -> int:
+        """Forward only."""
+        if self.shape is None:
+            return 0
+        taken = scoring_role(
+            self.shape.num_params,
+            self.shape,
+            num_shards=self.num_shards,
+            num_tokens=num_rows * width,
+            num_logit_tokens=int(num_rows * width * self.logit_share),
+            param_offload=False,
+        )
+        return taken.activations + taken.logits + self._of_any(self.shape, num_rows, width)
+
+    def _of_any(self, shape: ModelShape, num_rows: int, width: int) -> int:
+        """Gathered weights, and the mask: packed rows are one long row, of which every token is compared with every."""
+        tokens = num_rows * width
+        return gathered_bytes(shape) + MASK_BYTES * tokens * (tokens if self.packed else width)
+
+
+def response_share(config: Config) -> float:
+    """Of the tokens of a row, how many are its response's."""
+    return config.data.max_response_length / (config.data.max_prompt_length + config.data.max_response_length)
+
+
+def shape_of(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape | None:
+    """A model's shape, or None where the plan's formulas do not know it."""
+    try:
+        return read_shape(path, overrides)
+    except ShapeUnknown:
+        return None
+
+
+@dataclass
+class Passes:
+    """How one operation of a role cuts its rows, under which keys, and how it last did."""
+
+    rows_key: str
+    rows_per_pass: int | None
+    tokens_key: str
+    max_tokens: int | None
+    """Where passes are filled by tokens."""
+    device: str
+    bytes_of_pass: BytesOfPass
+    _num_rows: int = 0
+    _width: int = 0
+    _most_rows: int = 0
+
+    def cut(self, attention_mask: Tensor) -> list[list[int]]:
+        """Rows of each pass, of which every rank makes the same number."""
+        passes = cut_into_passes(
+            attention_mask,
+            rows_per_pass=self.rows_per_pass,
+            max_tokens=self.max_tokens,
+            device=self.device,
+            bytes_of_pass=self.bytes_of_pass,
+        )
+        self._num_rows, self._width = attention_mask.shape
+        self._most_rows = max(map(len, passes), default=0)
+        return passes
+
+    def smaller(self) -> list[str]:
+        """The override with which passes take about half; none where they cannot be smaller."""
+        if self.max_tokens is not None:
+            tokens = max(self.max_tokens // 2, self._width)
+            return [f"{self.tokens_key}={tokens}"] if tokens < self.max_tokens else []
+        most = self._most_rows or self.rows_per_pass or 1
+        return [f"{self.rows_key}={divisor_near(self._num_rows, most // 2)}"] if most > 1 else []
 
 
 def cut_into_passes(
-    attention_mask: Tensor, *, rows_per_pass: int | None, max_tokens: int | None, device: str
+    attention_mask: Tensor,
+    *,
+    rows_per_pass: int | None,
+    max_tokens: int | None,
+    device: str,
+    bytes_of_pass: BytesOfPass | None = None,
 ) -> list[list[int]]:
     """Rows of each pass. Every rank makes the same number of passes, as sharded passes need all ranks together."""
     num_rows, width = attention_mask.shape
-    if max_tokens is None:
-        return by_rows(num_rows, rows_per_pass or max(1, TOKENS_THAT_FIT // width))
-    lengths: Sequence[int] = attention_mask.sum(dim=1).tolist()
-    return balanced(lengths, max_over_ranks(num_passes(lengths, max_tokens), device))
+    if max_tokens is not None:
+        lengths: Sequence[int] = attention_mask.sum(dim=1).tolist()
+        return balanced(lengths, max_over_ranks(num_passes(lengths, max_tokens), device))
+    # All ranks have as many rows, padding included, and so as many passes of a given number of rows.
+    if rows_per_pass is not None:
+        return by_rows(num_rows, rows_per_pass)
+    free = None if device == "cpu" or bytes_of_pass is None else free_bytes(device)
+    fitting = rows_that_fit(num_rows, width, bytes_of_pass, free)
+    return by_rows(num_rows, -max_over_ranks(-fitting, device))
+
+
+def rows_that_fit(num_rows: int, width: int, bytes_of_pass: BytesOfPass | None, free: int | None) -> int:
+    """The most rows of a pass that fit into what is free, where that is known; at least one."""
+    fitting = max(1, min(num_rows, MOST_TOKENS // width))
+    if bytes_of_pass is not None and free is not None:
+        while fitting > 1 and bytes_of_pass(fitting, width) > USABLE * free:
+            fitting -= 1
+    return fitting

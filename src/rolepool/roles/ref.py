@@ -7,11 +7,12 @@ from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
+from rolepool.models.frozen import FrozenModel
 from rolepool.models.loading import load_policy
-from rolepool.models.sharding import shard
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.actor import INPUTS
-from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.less_memory import offloads, remedies
+from rolepool.roles.passes import Passes, PassMemory, response_share, shape_of
 
 
 class Reference(Worker):
@@ -19,32 +20,47 @@ class Reference(Worker):
         self.config = config
         self.keys = config.actor_rollout_ref.ref
         model_keys = config.actor_rollout_ref.model
+        memory = PassMemory(
+            shape_of(model_keys.path, model_keys.override_config),
+            num_shards=self.world_size,
+            checkpointing=False,
+            logit_share=response_share(config),
+            packed=model_keys.use_remove_padding,
+        )
+        self.passes = Passes(
+            rows_key="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            rows_per_pass=self.keys.log_prob_micro_batch_size_per_gpu,
+            tokens_key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            max_tokens=self.keys.log_prob_max_token_len_per_gpu if self.keys.log_prob_use_dynamic_bsz else None,
+            device=self.device,
+            bytes_of_pass=memory.scoring,
+        )
         model = load_policy(
             model_keys.path,
-            dtype=dtype,
+            dtype=dtype if self.device == "cpu" else torch.bfloat16,
             trust_remote_code=model_keys.trust_remote_code,
             overrides=dict(model_keys.override_config),
         )
-        self.model = shard(model.requires_grad_(False), self.device, -1).eval()
+        self.frozen = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the first weights."""
         batch = {key: data.batch[key].to(self.device) for key in INPUTS}
-        passes = cut_into_passes(
-            batch["attention_mask"],
-            rows_per_pass=self.keys.log_prob_micro_batch_size_per_gpu,
-            max_tokens=self.keys.log_prob_max_token_len_per_gpu if self.keys.log_prob_use_dynamic_bsz else None,
-            device=self.device,
-        )
         parts: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for rows in passes:
+        with self.frozen.on_device() as model:
+            for rows in self.passes.cut(batch["attention_mask"]):
                 scores = response_log_probs(
-                    self.model,
+                    model,
                     {key: value[rows] for key, value in batch.items()},
                     temperature=self.config.actor_rollout_ref.rollout.temperature,
                     packed=self.config.actor_rollout_ref.model.use_remove_padding,
                 )
                 parts.update(zip(rows, scores.log_probs, strict=True))
         return DataProto.from_dict({"ref_log_prob": torch.stack([parts[row] for row in range(len(data))]).cpu()})
+
+    def less_memory(self, method: str) -> list[str]:
+        return remedies(self, self.config, self.passes.smaller())
+
+    def less_memory_at_rest(self) -> list[str]:
+        return offloads("actor_rollout_ref.ref.fsdp_config", self.keys.fsdp_config, self.device)

@@ -17,6 +17,7 @@ from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.actor import Actor
+from rolepool.roles.less_memory import remedies
 from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
 from rolepool.rollout.kv_cache import room_on_gpu
@@ -123,6 +124,21 @@ class Rollout(Worker):
                 "rollout_log_probs": log_probs,
             }
         )
+
+    def less_memory(self, method: str) -> list[str]:
+        section, own = "actor_rollout_ref.rollout", []
+        num_at_once = min(
+            self.keys.max_num_seqs, self.config.data.train_batch_size * self.keys.n // self.context.dp_size
+        )
+        if method == "generate_sequences" and num_at_once > 1:
+            own.append(f"{section}.max_num_seqs={num_at_once // 2}")
+        num_parallel = 2 * self.keys.tensor_model_parallel_size
+        if self.context.local_world_size % num_parallel == 0:
+            own.append(f"{section}.tensor_model_parallel_size={num_parallel}")
+        return remedies(self, self.config, own)
+
+    def less_memory_at_rest(self) -> list[str]:
+        return [] if self.keys.free_cache_engine else ["actor_rollout_ref.rollout.free_cache_engine=true"]
 
     # Weights
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,19 +13,21 @@ from torch import Tensor
 from rolepool.algorithm import LossCounts
 from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel
-from rolepool.protocol import DataProto
-from rolepool.roles.passes import cut_into_passes
+from rolepool.protocol import DataProto, Worker
+from rolepool.roles.passes import Passes
+
+logger = logging.getLogger(__name__)
 
 LossOfRows = Callable[[dict[str, Tensor], Sequence[int], LossCounts], tuple[Tensor, dict[str, Tensor]]]
 
 
 def mini_batches(
+    worker: Worker,
     trained: TrainedModel,
     data: DataProto,
     *,
     rows_per_mini_batch: int,
-    rows_per_pass: int | None,
-    max_tokens: int | None,
+    passes: Passes,
     loss_of: LossOfRows,
 ) -> dict[str, float]:
     """An optimizer step for each mini-batch of this rank's rows. Returns the mean of each metric over them."""
@@ -32,11 +36,16 @@ def mini_batches(
     for start in starts:
         rows = data.batch[start : start + rows_per_mini_batch]
         batch = {key: value.to(trained.device) for key, value in rows.items()}
-        passes = cut_into_passes(
-            batch["attention_mask"], rows_per_pass=rows_per_pass, max_tokens=max_tokens, device=trained.device
-        )
         counts = count_losses(batch["response_mask"], trained.device)
-        for name, value in trained.step(passes, partial(_swap, loss_of, batch, counts)).items():
+        cut = passes.cut(batch["attention_mask"])
+        metrics = trained.step(cut, partial(_swap, loss_of, batch, counts))
+        if worker.rank == 0 and not math.isfinite(metrics["grad_norm"]):
+            logger.warning(
+                "%s: the norm of the gradients is %s, so this optimizer step is left out",
+                worker.context.role,
+                metrics["grad_norm"],
+            )
+        for name, value in metrics.items():
             totals[name] += value
     return {name: total / len(starts) for name, total in totals.items()}
 

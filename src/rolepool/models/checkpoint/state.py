@@ -117,11 +117,11 @@ def _optimizer_tensors(trained: TrainedModel) -> dict[str, Tensor]:
 
 
 def _make_states(trained: TrainedModel, saved: Mapping[str, SavedTensor]) -> None:
-    """Room for the saved states, as AdamW makes it: moments like the parameter, the step on the CPU."""
+    """Room for the saved states, as AdamW makes it: moments like the parameter, the step where it is computed."""
     for name, parameter in _parameters(trained):
         if (step := saved.get(f"{name}/step")) is not None:
             trained.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=dtype_called(step.dtype)),
+                "step": torch.zeros((), dtype=dtype_called(step.dtype), device=trained.device),
                 **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in _MOMENTS},
             }
 

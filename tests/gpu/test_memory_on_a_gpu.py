@@ -1,0 +1,117 @@
+"""Memory of roles on a real GPU: what is free, what a share allows, what is offloaded, and passes that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rolepool.config import load_config
+from rolepool.data.demo import make_demo
+from rolepool.protocol import DataProto
+from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
+from rolepool.protocol.worker import WorkerContext, made_in
+from rolepool.roles.actor import Actor
+from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.ref import Reference
+
+pytestmark = pytest.mark.gpu
+
+ROWS, WIDTH, SHARE = 8, 16, 0.1
+
+
+@pytest.fixture
+def small_share() -> Iterator[None]:
+    torch.cuda.set_per_process_memory_fraction(SHARE)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def batch() -> DataProto:
+    mask = torch.ones(ROWS, WIDTH, dtype=torch.int64)
+    ids = torch.randint(4, 12, mask.shape, generator=torch.Generator().manual_seed(1))
+    half = WIDTH // 2
+    floats = {key: torch.randn(ROWS, half) for key in ("old_log_probs", "advantages")}
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": mask.cumsum(1) - 1,
+            "responses": ids[:, half:],
+            "response_mask": mask[:, half:],
+            **floats,
+        }
+    )
+
+
+def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memory(small_share: None) -> None:
+    _, total = torch.cuda.mem_get_info()
+    assert 0 < free_bytes("cuda") <= SHARE * total
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(int(2 * SHARE * total), dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)
+    assert wanted_bytes(caught.value) == pytest.approx(2 * SHARE * total, rel=0.01)
+    assert explain_out_of_memory("a rank", caught.value, "cuda", [])[0].endswith("free on its GPU")
+    before, held = free_bytes("cuda"), torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    assert before - free_bytes("cuda") == pytest.approx(held.nbytes, rel=0.1)
+
+
+def test_passes_of_an_open_size_shrink_with_what_is_free(small_share: None) -> None:
+    mask = torch.ones(64, 16, dtype=torch.int64)
+    per_row = free_bytes("cuda") // 16
+
+    def num_rows() -> int:
+        passes = cut_into_passes(
+            mask, rows_per_pass=None, max_tokens=None, device="cuda", bytes_of_pass=lambda rows, width: rows * per_row
+        )
+        return len(passes[0])
+
+    roomy = num_rows()
+    held = torch.empty(free_bytes("cuda") // 2, dtype=torch.uint8, device="cuda")
+    assert 1 < num_rows() < roomy < 64
+    del held
+
+
+def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank: None, tmp_path: Path) -> None:
+    model = make_demo(tmp_path / "demo").model
+
+    def run(offload: str) -> tuple[float, torch.Tensor, int]:
+        words = [
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_batch_size={ROWS}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
+            f"data.max_prompt_length={WIDTH // 2}",
+            f"data.max_response_length={WIDTH // 2}",
+            f"actor_rollout_ref.actor.fsdp_config.param_offload={offload}",
+            f"actor_rollout_ref.actor.fsdp_config.optimizer_offload={offload}",
+            f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+        ]
+        config = load_config([], words).config
+        before = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        data = batch()
+        with made_in(WorkerContext(role="actor", device="cuda")):
+            actor, reference = Actor(config, 2), Reference(config)
+        for _ in range(2):
+            norm = actor.update_actor(data)["actor/grad_norm"]
+        log_probs = actor.compute_log_prob(data).batch["old_log_probs"]
+        reference.compute_ref_log_prob(data)
+        return norm, log_probs, torch.cuda.memory_allocated() - before
+
+    norm, log_probs, resident = run("false")
+    norm_away, log_probs_away, left = run("true")
+    assert norm_away == pytest.approx(norm, rel=1e-3)
+    torch.testing.assert_close(log_probs_away, log_probs, rtol=1e-2, atol=1e-2)
+    assert left < resident / 10
