@@ -7,10 +7,15 @@ which a step begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from rolepool.metrics.spans import Span
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
+
+NONE = -1
+"""In place of a span's position, where there is no such span."""
 
 
 class Recorded(NamedTuple):
@@ -56,29 +61,213 @@ class Link(NamedTuple):
 class Timeline(list[Recorded]):
     """Spans in the order they began, indexed once. Hand one to the functions below to ask them about many steps.
 
-    Give a step's functions the calls around it, too, or best a whole run: what a rank waits for at a step's end is
-    explained by the next step's calls.
+    A position in it stands for a span. Fill it with the calls around a step, too, or best with a whole run: what a
+    rank waits for at a step's end is explained by calls of the next step.
     """
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
-        super().__init__(spans)
+        super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
+        self.of_rank: dict[tuple[str, int], list[int]] = {}
+        self._previous: list[int] = []
+        """On the same rank."""
+        self._call: list[tuple[int, str, int, str]] = []
+        self._slowest: dict[tuple[int, str, int, str], int] = {}
+        """Of the ranks of a call, the one that ended last."""
+        for position, (step, operation, span) in enumerate(self):
+            before = self.of_rank.setdefault((span.pool, span.rank), [])
+            self._previous.append(before[-1] if before else NONE)
+            before.append(position)
+            call = (span.call, span.pool, step, operation)  # a resumed run counts its calls from the beginning again
+            self._call.append(call)
+            if call not in self._slowest or span.end_s > self[self._slowest[call]].span.end_s:
+                self._slowest[call] = position
+        self.starts_of_rank = {
+            rank: [self[position].span.start_s for position in positions] for rank, positions in self.of_rank.items()
+        }
+        self._numbered: dict[int, list[int]] = {}
+        """The slowest span of each call by the call's number."""
+        for (number, pool, _, _), position in self._slowest.items():
+            if pool != DRIVER:
+                self._numbered.setdefault(number, []).append(position)
+
+    def call_end_s(self, position: int) -> float:
+        """When the slowest rank of the same call ended."""
+        return self[self._slowest[self._call[position]]].span.end_s
+
+    def back(self, position: int, time_s: float, until_s: float) -> Iterator[Link]:
+        """What led to a span being where it was at `time_s`, latest first, back to `until_s`."""
+        seen: set[tuple[int, float]] = set()
+        while time_s > until_s:
+            _, operation, span = self[position]
+            began_s, cause, cause_s = self._cause(position, time_s)
+            if (cause, cause_s) in seen:  # spans without duration that name each other
+                cause, cause_s = NONE, until_s
+            seen.add((cause, cause_s))
+            if began_s < time_s:
+                yield Link(span.pool, operation, span.rank, max(began_s, until_s), time_s, "work")
+            if cause_s < began_s and until_s < began_s:
+                yield Link(span.pool, operation, span.rank, max(cause_s, until_s), began_s, "hand-over")
+            if cause == NONE:
+                return
+            position, time_s = cause, cause_s
+
+    def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
+        """When a span under way at `time_s` began to work, and the position and time of what let it."""
+        span = self[position].span
+        cause, cause_s = NONE, float("-inf")
+        for call in span.after:
+            for slowest in self._numbered.get(call, ()):
+                given = self[slowest].span
+                # The driver waits inside its spans, so it has only what had ended. A worker had all it was given:
+                # an end after its start is two clocks' difference.
+                has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
+                if has_it and min(given.end_s, time_s) > cause_s:
+                    cause, cause_s = slowest, min(given.end_s, time_s)
+        if cause_s >= span.start_s:
+            return cause_s, cause, cause_s
+        previous = self._previous[position]
+        if previous != NONE and min(self[previous].span.end_s, span.start_s) > cause_s:
+            cause, cause_s = previous, min(self[previous].span.end_s, span.start_s)
+        if span.pool != DRIVER:
+            made_s = min(span.queued_s, span.start_s)
+            index = bisect_right(self.starts_of_rank.get((DRIVER, 0), []), made_s) - 1
+            latest = self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
+            if latest != NONE and min(self[latest].span.end_s, made_s) > cause_s:
+                cause, cause_s = latest, min(self[latest].span.end_s, made_s)
+        return span.start_s, cause, cause_s
+
+
+def indexed(spans: Sequence[Recorded]) -> Timeline:
+    return spans if isinstance(spans, Timeline) else Timeline(spans)
 
 
 def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step: its generation's start and the next one's; the last step's last end."""
-    raise NotImplementedError
+    """Start and end of each step: its generation's start and the next one's; where none follows, its last end."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for step, operation, span in spans:
+        ends[step] = max(ends.get(step, span.end_s), span.end_s)
+        if operation == "gen":
+            starts[step] = min(starts.get(step, span.start_s), span.start_s)
+    return {step: (starts[step], starts.get(step + 1, ends[step])) for step in sorted(starts)}
 
 
 def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]:
     """What each rank, and the driver, did and waited for in that time; by pool and rank."""
-    raise NotImplementedError
+    timeline = indexed(spans)
+    return [_lane(timeline, pool, rank, start_s, end_s) for pool, rank in sorted(timeline.of_rank)]
+
+
+def _lane(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> Lane:
+    lane = Lane(pool, rank, start_s, end_s, [], [])
+    positions = timeline.of_rank[pool, rank]
+    first = max(bisect_right(timeline.starts_of_rank[pool, rank], start_s) - 1, 0)
+    previous = following = NONE
+    filled_s = start_s
+    for index in range(first, len(positions)):
+        recorded = timeline[positions[index]]
+        span = recorded.span
+        if span.start_s >= end_s:
+            following = positions[index]
+            break
+        if span.end_s > filled_s:
+            if span.start_s > filled_s:
+                lane.waits.extend(_waits(timeline, previous, positions[index], filled_s, span.start_s))
+            cut = max(span.start_s, filled_s), min(span.end_s, end_s)
+            if cut != (span.start_s, span.end_s):
+                recorded = recorded._replace(span=span._replace(start_s=cut[0], end_s=cut[1]))
+            lane.spans.append(recorded)
+            filled_s = cut[1]
+        previous = positions[index]
+    if filled_s < end_s:
+        lane.waits.extend(_waits(timeline, previous, following, filled_s, end_s))
+    return lane
+
+
+def _waits(timeline: Timeline, previous: int, following: int, start_s: float, end_s: float) -> Iterator[Wait]:
+    """Explains the time a rank did nothing, between two spans or at an end of a lane."""
+    if previous != NONE:
+        call_end_s = min(timeline.call_end_s(previous), end_s)
+        if call_end_s > start_s:
+            yield Wait("imbalance", timeline[previous].span.pool, timeline[previous].operation, start_s, call_end_s)
+            start_s = call_end_s
+    if following == NONE:
+        if start_s < end_s:
+            yield Wait("nothing", "", "", start_s, end_s)
+        return
+    links = list(timeline.back(following, timeline[following].span.start_s, start_s))
+    for pool, operation, _, link_start_s, link_end_s, kind in reversed(links):
+        if link_start_s >= end_s:
+            return
+        until_s = min(link_end_s, end_s)
+        if kind == "hand-over":
+            yield Wait("turn", "", "", link_start_s, until_s)
+        else:
+            yield Wait("turn" if pool == DRIVER else "data", pool, operation, link_start_s, until_s)
 
 
 def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Link]:
-    """The chain of causes that ends at `end_s`, back to `start_s` without a gap; earliest first."""
-    raise NotImplementedError
+    """The chain of causes that ends at `end_s`, back to `start_s` without a gap; earliest first.
+
+    A step ends as the next generation starts, so it is what that waited for, and only where none follows what ended
+    last.
+    """
+    timeline = indexed(spans)
+    last, last_s = NONE, start_s
+    for rank, positions in timeline.of_rank.items():
+        index = bisect_left(timeline.starts_of_rank[rank], end_s)
+        if index < len(positions):
+            _, operation, span = timeline[positions[index]]
+            if operation == "gen" and span.start_s == end_s:
+                last, last_s = positions[index], end_s
+                break
+        if index > 0:
+            cut_s = min(timeline[positions[index - 1]].span.end_s, end_s)
+            if cut_s > last_s:
+                last, last_s = positions[index - 1], cut_s
+    links = [] if last == NONE else list(timeline.back(last, last_s, start_s))
+    if last_s < end_s:
+        links.insert(0, Link("", "", 0, last_s, end_s, "hand-over"))
+    return links[::-1]
 
 
 def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dict[str, float]:
-    """`pool/NAME/*` and `overlap/*` of a step."""
-    raise NotImplementedError
+    """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: what pools working side by side have saved."""
+    by_pool: dict[str, list[Lane]] = {}
+    for lane in lanes(spans, start_s, end_s):
+        if lane.pool != DRIVER:
+            by_pool.setdefault(lane.pool, []).append(lane)
+    metrics: dict[str, float] = {}
+    wall_s = end_s - start_s
+    for pool, of_pool in by_pool.items():
+        done = [recorded.span for lane in of_pool for recorded in lane.spans]
+        waits = [wait for lane in of_pool for wait in lane.waits if wait.kind in ("data", "turn")]
+        busy_s = sum(span.duration_s for span in done) / len(of_pool)
+        metrics[f"pool/{pool}/busy_s"] = busy_s
+        metrics[f"pool/{pool}/idle_s"] = wall_s - busy_s
+        metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
+        metrics[f"pool/{pool}/wait_s"] = sum(wait.end_s - wait.start_s for wait in waits) / len(of_pool)
+        metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
+    busy = [_union(of_pool) for pool, of_pool in by_pool.items() if pool != RULE_POOL]
+    of_one_s = sum(end - start for pieces in busy for start, end in pieces)
+    of_any_s = of_two_s = 0.0
+    num_busy = 0
+    changes = sorted(change for pieces in busy for start, end in pieces for change in ((start, 1), (end, -1)))
+    for (time_s, change), (next_s, _) in pairwise(changes):
+        num_busy += change
+        of_any_s += next_s - time_s if num_busy >= 1 else 0.0
+        of_two_s += next_s - time_s if num_busy >= 2 else 0.0
+    metrics["overlap/fraction"] = of_two_s / wall_s if wall_s else 0.0
+    metrics["overlap/saved_s"] = of_one_s - of_any_s
+    return metrics
+
+
+def _union(of_pool: Sequence[Lane]) -> list[tuple[float, float]]:
+    """The times in which at least one rank of a pool was at work."""
+    pieces: list[tuple[float, float]] = []
+    for start_s, end_s in sorted((each.span.start_s, each.span.end_s) for lane in of_pool for each in lane.spans):
+        if pieces and start_s <= pieces[-1][1]:
+            pieces[-1] = pieces[-1][0], max(pieces[-1][1], end_s)
+        else:
+            pieces.append((start_s, end_s))
+    return pieces

@@ -14,6 +14,7 @@ import torch
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.data.tokenizer import load_tokenizer
+from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import Plan, Role
 from rolepool.protocol import CallFuture
 from rolepool.roles.actor import Actor
@@ -23,7 +24,6 @@ from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
 
-RULE_POOL = "reward_cpu"
 WEIGHTS_PER_CALL = 16
 """Tensors of one leg of a weight sync: about two layers are on their way at a time."""
 
