@@ -17,6 +17,9 @@ from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
 NONE = -1
 """In place of a span's position, where there is no such span."""
 
+Gap = tuple[int, float, float]
+"""A time in which a rank did nothing, after the position of its next span."""
+
 
 class Recorded(NamedTuple):
     """A line of `spans.jsonl`: the span, and the step and operation it belongs to."""
@@ -81,11 +84,12 @@ class Timeline(list[Recorded]):
             self._call.append(call)
             if call not in self._slowest or span.end_s > self[self._slowest[call]].span.end_s:
                 self._slowest[call] = position
+        self.of_rank = dict(sorted(self.of_rank.items()))
         self.starts_of_rank = {
             rank: [self[position].span.start_s for position in positions] for rank, positions in self.of_rank.items()
         }
         self._numbered: dict[int, list[int]] = {}
-        """The slowest span of each call by the call's number."""
+        """The slowest span of each call by the call's number, of which a resumed run has several calls."""
         for (number, pool, _, _), position in self._slowest.items():
             if pool != DRIVER:
                 self._numbered.setdefault(number, []).append(position)
@@ -93,6 +97,14 @@ class Timeline(list[Recorded]):
     def call_end_s(self, position: int) -> float:
         """When the slowest rank of the same call ended."""
         return self[self._slowest[self._call[position]]].span.end_s
+
+    def given(self, position: int) -> Iterator[int]:
+        """The slowest span of each call whose result a span was given."""
+        span = self[position].span
+        for call in span.after:
+            begun = [each for each in self._numbered.get(call, ()) if self[each].span.start_s <= span.end_s]
+            if begun:
+                yield begun[-1]
 
     def back(self, position: int, time_s: float, until_s: float) -> Iterator[Link]:
         """What led to a span being where it was at `time_s`, latest first, back to `until_s`."""
@@ -115,14 +127,13 @@ class Timeline(list[Recorded]):
         """When a span under way at `time_s` began to work, and the position and time of what let it."""
         span = self[position].span
         cause, cause_s = NONE, float("-inf")
-        for call in span.after:
-            for slowest in self._numbered.get(call, ()):
-                given = self[slowest].span
-                # The driver waits inside its spans, so it has only what had ended. A worker had all it was given:
-                # an end after its start is two clocks' difference.
-                has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
-                if has_it and min(given.end_s, time_s) > cause_s:
-                    cause, cause_s = slowest, min(given.end_s, time_s)
+        for slowest in self.given(position):
+            given = self[slowest].span
+            # The driver waits inside its spans, so it has only what had ended. A worker had all it was given: an end
+            # after its start is two clocks' difference.
+            has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
+            if has_it and min(given.end_s, time_s) > cause_s:
+                cause, cause_s = slowest, min(given.end_s, time_s)
         if cause_s >= span.start_s:
             return cause_s, cause, cause_s
         previous = self._previous[position]
@@ -155,55 +166,59 @@ def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
 def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]:
     """What each rank, and the driver, did and waited for in that time; by pool and rank."""
     timeline = indexed(spans)
-    return [_lane(timeline, pool, rank, start_s, end_s) for pool, rank in sorted(timeline.of_rank)]
+    found = []
+    for pool, rank in timeline.of_rank:
+        lane, gaps = _cut(timeline, pool, rank, start_s, end_s)
+        for gap in gaps:
+            lane.waits.extend(_explain(timeline, *gap))
+        lane.waits.sort(key=lambda wait: wait.start_s)
+        found.append(lane)
+    return found
 
 
-def _lane(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> Lane:
+def _cut(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> tuple[Lane, list[Gap]]:
+    """A lane with its spans and imbalances, and what they leave open."""
     lane = Lane(pool, rank, start_s, end_s, [], [])
+    gaps: list[Gap] = []
     positions = timeline.of_rank[pool, rank]
-    first = max(bisect_right(timeline.starts_of_rank[pool, rank], start_s) - 1, 0)
-    previous = following = NONE
-    filled_s = start_s
-    for index in range(first, len(positions)):
-        recorded = timeline[positions[index]]
+    index = max(bisect_right(timeline.starts_of_rank[pool, rank], start_s) - 1, 0)
+    previous, filled_s = NONE, start_s
+    while filled_s < end_s:
+        position = positions[index] if index < len(positions) else NONE
+        recorded = timeline[positions[-1]] if position == NONE else timeline[position]
         span = recorded.span
-        if span.start_s >= end_s:
-            following = positions[index]
-            break
-        if span.end_s > filled_s:
-            if span.start_s > filled_s:
-                lane.waits.extend(_waits(timeline, previous, positions[index], filled_s, span.start_s))
-            cut = max(span.start_s, filled_s), min(span.end_s, end_s)
-            if cut != (span.start_s, span.end_s):
-                recorded = recorded._replace(span=span._replace(start_s=cut[0], end_s=cut[1]))
+        until_s = end_s if position == NONE else min(span.start_s, end_s)
+        if until_s > filled_s:
+            call_end_s = filled_s if previous == NONE else min(timeline.call_end_s(previous), until_s)
+            if call_end_s > filled_s:
+                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
+                filled_s = call_end_s
+            if until_s > filled_s:
+                gaps.append((position, filled_s, until_s))
+            filled_s = until_s
+        if filled_s < end_s and span.end_s > filled_s:
+            if span.start_s < filled_s or span.end_s > end_s:
+                span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
+                recorded = recorded._replace(span=span)
             lane.spans.append(recorded)
-            filled_s = cut[1]
-        previous = positions[index]
-    if filled_s < end_s:
-        lane.waits.extend(_waits(timeline, previous, following, filled_s, end_s))
-    return lane
+            filled_s = span.end_s
+        previous, index = position, index + 1
+    return lane, gaps
 
 
-def _waits(timeline: Timeline, previous: int, following: int, start_s: float, end_s: float) -> Iterator[Wait]:
-    """Explains the time a rank did nothing, between two spans or at an end of a lane."""
-    if previous != NONE:
-        call_end_s = min(timeline.call_end_s(previous), end_s)
-        if call_end_s > start_s:
-            yield Wait("imbalance", timeline[previous].span.pool, timeline[previous].operation, start_s, call_end_s)
-            start_s = call_end_s
+def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -> Iterator[Wait]:
+    """What a rank waited for until its next span."""
     if following == NONE:
-        if start_s < end_s:
-            yield Wait("nothing", "", "", start_s, end_s)
+        yield Wait("nothing", "", "", start_s, end_s)
         return
-    links = list(timeline.back(following, timeline[following].span.start_s, start_s))
-    for pool, operation, _, link_start_s, link_end_s, kind in reversed(links):
-        if link_start_s >= end_s:
-            return
-        until_s = min(link_end_s, end_s)
-        if kind == "hand-over":
-            yield Wait("turn", "", "", link_start_s, until_s)
-        else:
-            yield Wait("turn" if pool == DRIVER else "data", pool, operation, link_start_s, until_s)
+    for link in timeline.back(following, timeline[following].span.start_s, start_s):
+        if link.start_s < end_s:
+            until_s = min(link.end_s, end_s)
+            if link.kind == "hand-over":
+                yield Wait("turn", "", "", link.start_s, until_s)
+            else:
+                kind: Literal["turn", "data"] = "turn" if link.pool == DRIVER else "data"
+                yield Wait(kind, link.pool, link.operation, link.start_s, until_s)
 
 
 def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Link]:
@@ -233,22 +248,23 @@ def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> li
 
 def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dict[str, float]:
     """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: what pools working side by side have saved."""
-    by_pool: dict[str, list[Lane]] = {}
-    for lane in lanes(spans, start_s, end_s):
-        if lane.pool != DRIVER:
-            by_pool.setdefault(lane.pool, []).append(lane)
+    timeline = indexed(spans)
+    by_pool: dict[str, list[tuple[Lane, list[Gap]]]] = {}
+    for pool, rank in timeline.of_rank:
+        if pool != DRIVER:
+            by_pool.setdefault(pool, []).append(_cut(timeline, pool, rank, start_s, end_s))
     metrics: dict[str, float] = {}
     wall_s = end_s - start_s
-    for pool, of_pool in by_pool.items():
-        done = [recorded.span for lane in of_pool for recorded in lane.spans]
-        waits = [wait for lane in of_pool for wait in lane.waits if wait.kind in ("data", "turn")]
-        busy_s = sum(span.duration_s for span in done) / len(of_pool)
+    for pool, cut in by_pool.items():
+        done = [recorded.span for lane, _ in cut for recorded in lane.spans]
+        busy_s = sum(span.duration_s for span in done) / len(cut)
+        wait_s = sum(until - since for _, gaps in cut for following, since, until in gaps if following != NONE)
         metrics[f"pool/{pool}/busy_s"] = busy_s
         metrics[f"pool/{pool}/idle_s"] = wall_s - busy_s
         metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
-        metrics[f"pool/{pool}/wait_s"] = sum(wait.end_s - wait.start_s for wait in waits) / len(of_pool)
+        metrics[f"pool/{pool}/wait_s"] = wait_s / len(cut)
         metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
-    busy = [_union(of_pool) for pool, of_pool in by_pool.items() if pool != RULE_POOL]
+    busy = [_union(lane for lane, _ in cut) for pool, cut in by_pool.items() if pool != RULE_POOL]
     of_one_s = sum(end - start for pieces in busy for start, end in pieces)
     of_any_s = of_two_s = 0.0
     num_busy = 0
@@ -262,7 +278,7 @@ def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dic
     return metrics
 
 
-def _union(of_pool: Sequence[Lane]) -> list[tuple[float, float]]:
+def _union(of_pool: Iterable[Lane]) -> list[tuple[float, float]]:
     """The times in which at least one rank of a pool was at work."""
     pieces: list[tuple[float, float]] = []
     for start_s, end_s in sorted((each.span.start_s, each.span.end_s) for lane in of_pool for each in lane.spans):
