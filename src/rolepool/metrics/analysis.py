@@ -180,29 +180,34 @@ def _cut(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float)
     """A lane with its spans and imbalances, and what they leave open."""
     lane = Lane(pool, rank, start_s, end_s, [], [])
     gaps: list[Gap] = []
-    positions = timeline.of_rank[pool, rank]
-    index = max(bisect_right(timeline.starts_of_rank[pool, rank], start_s) - 1, 0)
+    positions, starts = timeline.of_rank[pool, rank], timeline.starts_of_rank[pool, rank]
+    first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
+    following = positions[last] if last < len(positions) else NONE
+
+    def idle(previous: int, following: int, since_s: float, until_s: float) -> None:
+        if previous != NONE:
+            call_end_s = min(timeline.call_end_s(previous), until_s)
+            if call_end_s > since_s:
+                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, since_s, call_end_s))
+                since_s = call_end_s
+        if since_s < until_s:
+            gaps.append((following, since_s, until_s))
+
     previous, filled_s = NONE, start_s
-    while filled_s < end_s:
-        position = positions[index] if index < len(positions) else NONE
-        recorded = timeline[positions[-1]] if position == NONE else timeline[position]
+    for position in positions[first:last]:
+        recorded = timeline[position]
         span = recorded.span
-        until_s = end_s if position == NONE else min(span.start_s, end_s)
-        if until_s > filled_s:
-            call_end_s = filled_s if previous == NONE else min(timeline.call_end_s(previous), until_s)
-            if call_end_s > filled_s:
-                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
-                filled_s = call_end_s
-            if until_s > filled_s:
-                gaps.append((position, filled_s, until_s))
-            filled_s = until_s
-        if filled_s < end_s and span.end_s > filled_s:
+        if span.start_s > filled_s:
+            idle(previous, position, filled_s, span.start_s)
+            filled_s = span.start_s
+        if span.end_s > filled_s:
             if span.start_s < filled_s or span.end_s > end_s:
                 span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
                 recorded = recorded._replace(span=span)
             lane.spans.append(recorded)
             filled_s = span.end_s
-        previous, index = position, index + 1
+        previous = position
+    idle(previous, following, filled_s, end_s)
     return lane, gaps
 
 
