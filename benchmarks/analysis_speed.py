@@ -1,4 +1,4 @@
-"""Seconds to explain where the time of a long run went: every step's lanes, critical path and metrics.
+"""CPU seconds to explain where the time of a long run went: every step's lanes, critical path and metrics.
 
     python benchmarks/analysis_speed.py [--steps 10000] [--ranks 16]
 

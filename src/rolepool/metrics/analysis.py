@@ -102,9 +102,10 @@ class Timeline(list[Recorded]):
         """The slowest span of each call whose result a span was given."""
         span = self[position].span
         for call in span.after:
-            begun = [each for each in self._numbered.get(call, ()) if self[each].span.start_s <= span.end_s]
-            if begun:
-                yield begun[-1]
+            for slowest in reversed(self._numbered.get(call, ())):
+                if self[slowest].span.start_s <= span.end_s:
+                    yield slowest
+                    break
 
     def back(self, position: int, time_s: float, until_s: float) -> Iterator[Link]:
         """What led to a span being where it was at `time_s`, latest first, back to `until_s`."""
@@ -129,23 +130,27 @@ class Timeline(list[Recorded]):
         cause, cause_s = NONE, float("-inf")
         for slowest in self.given(position):
             given = self[slowest].span
+            given_s = min(given.end_s, time_s)
             # The driver waits inside its spans, so it has only what had ended. A worker had all it was given: an end
             # after its start is two clocks' difference.
             has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
-            if has_it and min(given.end_s, time_s) > cause_s:
-                cause, cause_s = slowest, min(given.end_s, time_s)
+            if has_it and given_s > cause_s:
+                cause, cause_s = slowest, given_s
         if cause_s >= span.start_s:
             return cause_s, cause, cause_s
-        previous = self._previous[position]
-        if previous != NONE and min(self[previous].span.end_s, span.start_s) > cause_s:
-            cause, cause_s = previous, min(self[previous].span.end_s, span.start_s)
+        others = [(self._previous[position], span.start_s)]
         if span.pool != DRIVER:
             made_s = min(span.queued_s, span.start_s)
-            index = bisect_right(self.starts_of_rank.get((DRIVER, 0), []), made_s) - 1
-            latest = self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
-            if latest != NONE and min(self[latest].span.end_s, made_s) > cause_s:
-                cause, cause_s = latest, min(self[latest].span.end_s, made_s)
+            others.append((self._of_driver_at(made_s), made_s))
+        for other, latest_s in others:
+            if other != NONE and min(self[other].span.end_s, latest_s) > cause_s:
+                cause, cause_s = other, min(self[other].span.end_s, latest_s)
         return span.start_s, cause, cause_s
+
+    def _of_driver_at(self, time_s: float) -> int:
+        """The driver's latest span to have begun by then."""
+        index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), time_s) - 1
+        return self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
 
 
 def indexed(spans: Sequence[Recorded]) -> Timeline:

@@ -116,10 +116,7 @@ _Row = TypeAdapter(dict[str, int | float], config=ConfigDict(strict=True))  # a 
 
 
 def _config(text: bytes) -> dict[str, Any]:
-    config = yaml.safe_load(text)
-    if not isinstance(config, dict):
-        raise ValueError("not a mapping")
-    return config
+    return TypeAdapter(dict[str, Any]).validate_python(yaml.safe_load(text))
 
 
 def _span(line: bytes) -> Recorded:
