@@ -179,6 +179,10 @@ def tree_of(folder: Path, files: dict[str, str]) -> Path:
         ("roles/a.py", "from rolepool.cluster import WorkerGroup", "roles/a.py:1: roles imports cluster"),
         ("cluster/a.py", "from rolepool.roles import Actor", "cluster/a.py:1: cluster imports roles"),
         ("report/a.py", "from rolepool.protocol import DataProto", "report/a.py:1: report imports protocol"),
+        ("report/a.py", "from rolepool.trainer.build import x", "report/a.py:1: report imports trainer"),
+        ("report/a.py", "def f():\n    import torch", "report/a.py:2: report imports torch"),
+        ("report/a.py", "import ray", "report/a.py:1: report imports ray"),
+        ("metrics/a.py", "from rolepool.report.run import Run", "metrics/a.py:1: metrics imports report"),
         ("data/a.py", "from rolepool.models import load", "data/a.py:1: data imports models"),
         ("trainer/a.py", "from rolepool import cli", "trainer/a.py:1: trainer imports cli"),
         (
@@ -274,6 +278,18 @@ def test_the_package_and_its_placement_names_import_nothing_heavy(
 ) -> None:
     modules = modules_after(python, "from rolepool import Role, ResourcePool, ResourcePoolManager")
     assert modules.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("part", ["metrics", "report"])
+def test_measuring_and_reporting_import_neither_what_trains_nor_what_plots(
+    python: Callable[..., subprocess.CompletedProcess[str]], package: Path, part: str
+) -> None:
+    """matplotlib takes longer to import than a table to print: functions that plot import it."""
+    files = (package / part).glob("*.py")
+    names = [f"{PACKAGE}.{part}.{file.stem}" for file in files if file.stem != "__init__"]
+    modules = modules_after(python, f"import {', '.join(names)}")
+    assert set(names) <= modules
+    assert modules.isdisjoint({*HEAVY, "matplotlib"})
 
 
 def test_a_heavy_import_would_be_seen(python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:

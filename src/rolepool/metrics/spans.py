@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 DRIVER = "driver"
 """The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
+RULE_POOL = "reward_cpu"
+"""The pool of the helper processes that rule rewards run on."""
 
 
 class Span(NamedTuple):

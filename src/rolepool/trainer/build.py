@@ -15,6 +15,7 @@ import torch
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.data.tokenizer import load_tokenizer
+from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement import Plan, Role
 from rolepool.placement.models import ShapeUnknown, read_shape
 from rolepool.protocol import CallFuture
@@ -26,7 +27,6 @@ from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
 from rolepool.rollout.tensor_parallel import refuse_uneven
 
-RULE_POOL = "reward_cpu"
 WEIGHTS_PER_CALL = 16
 """Tensors of one leg of a weight sync: about two layers are on their way at a time."""
 

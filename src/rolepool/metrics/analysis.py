@@ -1,0 +1,299 @@
+"""Where the time of a step went: what each rank did or waited for, and the chain of causes that made it that long.
+
+Owns the explanation of spans after the fact. It knows the rules calls run by (those of a rank one after another, a
+call after those whose results it was given, a call after the driver made it), and no operation but generation, with
+which a step begins.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
+
+NONE = -1
+"""In place of a span's position, where there is no such span."""
+
+Gap = tuple[int, float, float]
+"""A time in which a rank did nothing, after the position of its next span."""
+
+
+class Recorded(NamedTuple):
+    """A line of `spans.jsonl`: the span, and the step and operation it belongs to."""
+
+    step: int
+    operation: str
+    span: Span
+
+
+class Wait(NamedTuple):
+    """A time in which a rank did nothing, and the pool and operation it waited for, "" where there is none."""
+
+    kind: Literal["imbalance", "data", "turn", "nothing"]
+    pool: str
+    operation: str
+    start_s: float
+    end_s: float
+
+
+class Lane(NamedTuple):
+    """What a rank did from `start_s` to `end_s`. Spans (cut at the ends) and waits fill it without a gap."""
+
+    pool: str
+    rank: int
+    start_s: float
+    end_s: float
+    spans: list[Recorded]
+    waits: list[Wait]
+
+
+class Link(NamedTuple):
+    """A piece of the critical path: a rank at work, or the time until it was after what it had waited for."""
+
+    pool: str
+    operation: str
+    rank: int
+    start_s: float
+    end_s: float
+    kind: Literal["work", "hand-over"]
+
+
+class Timeline(list[Recorded]):
+    """Spans in the order they began, indexed once. Hand one to the functions below to ask them about many steps.
+
+    A position in it stands for a span. Fill it with the calls around a step, too, or best with a whole run: what a
+    rank waits for at a step's end is explained by calls of the next step.
+    """
+
+    def __init__(self, spans: Iterable[Recorded]) -> None:
+        super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
+        self.of_rank: dict[tuple[str, int], list[int]] = {}
+        self._previous: list[int] = []
+        """On the same rank."""
+        self._call: list[tuple[int, str, int, str]] = []
+        self._slowest: dict[tuple[int, str, int, str], int] = {}
+        """Of the ranks of a call, the one that ended last."""
+        for position, (step, operation, span) in enumerate(self):
+            before = self.of_rank.setdefault((span.pool, span.rank), [])
+            self._previous.append(before[-1] if before else NONE)
+            before.append(position)
+            call = (span.call, span.pool, step, operation)  # a resumed run counts its calls from the beginning again
+            self._call.append(call)
+            if call not in self._slowest or span.end_s > self[self._slowest[call]].span.end_s:
+                self._slowest[call] = position
+        self.of_rank = dict(sorted(self.of_rank.items()))
+        self.starts_of_rank = {
+            rank: [self[position].span.start_s for position in positions] for rank, positions in self.of_rank.items()
+        }
+        self._numbered: dict[int, list[int]] = {}
+        """The slowest span of each call by the call's number, of which a resumed run has several calls."""
+        for (number, pool, _, _), position in self._slowest.items():
+            if pool != DRIVER:
+                self._numbered.setdefault(number, []).append(position)
+
+    def call_end_s(self, position: int) -> float:
+        """When the slowest rank of the same call ended."""
+        return self[self._slowest[self._call[position]]].span.end_s
+
+    def given(self, position: int) -> Iterator[int]:
+        """The slowest span of each call whose result a span was given."""
+        span = self[position].span
+        for call in span.after:
+            for slowest in reversed(self._numbered.get(call, ())):
+                if self[slowest].span.start_s <= span.end_s:
+                    yield slowest
+                    break
+
+    def back(self, position: int, time_s: float, until_s: float) -> Iterator[Link]:
+        """What led to a span being where it was at `time_s`, latest first, back to `until_s`."""
+        seen: set[tuple[int, float]] = set()
+        while time_s > until_s:
+            _, operation, span = self[position]
+            began_s, cause, cause_s = self._cause(position, time_s)
+            if (cause, cause_s) in seen:  # spans without duration that name each other
+                cause, cause_s = NONE, until_s
+            seen.add((cause, cause_s))
+            if began_s < time_s:
+                yield Link(span.pool, operation, span.rank, max(began_s, until_s), time_s, "work")
+            if cause_s < began_s and until_s < began_s:
+                yield Link(span.pool, operation, span.rank, max(cause_s, until_s), began_s, "hand-over")
+            if cause == NONE:
+                return
+            position, time_s = cause, cause_s
+
+    def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
+        """When a span under way at `time_s` began to work, and the position and time of what let it."""
+        span = self[position].span
+        cause, cause_s = NONE, float("-inf")
+        for slowest in self.given(position):
+            given = self[slowest].span
+            given_s = min(given.end_s, time_s)
+            # The driver waits inside its spans, so it has only what had ended. A worker had all it was given: an end
+            # after its start is two clocks' difference.
+            has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
+            if has_it and given_s > cause_s:
+                cause, cause_s = slowest, given_s
+        if cause_s >= span.start_s:
+            return cause_s, cause, cause_s
+        others = [(self._previous[position], span.start_s)]
+        if span.pool != DRIVER:
+            made_s = min(span.queued_s, span.start_s)
+            others.append((self._of_driver_at(made_s), made_s))
+        for other, latest_s in others:
+            if other != NONE and min(self[other].span.end_s, latest_s) > cause_s:
+                cause, cause_s = other, min(self[other].span.end_s, latest_s)
+        return span.start_s, cause, cause_s
+
+    def _of_driver_at(self, time_s: float) -> int:
+        """The driver's latest span to have begun by then."""
+        index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), time_s) - 1
+        return self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
+
+
+def indexed(spans: Sequence[Recorded]) -> Timeline:
+    return spans if isinstance(spans, Timeline) else Timeline(spans)
+
+
+def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
+    """Start and end of each step: its generation's start and the next one's; where none follows, its last end."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for step, operation, span in spans:
+        ends[step] = max(ends.get(step, span.end_s), span.end_s)
+        if operation == "gen":
+            starts[step] = min(starts.get(step, span.start_s), span.start_s)
+    return {step: (starts[step], starts.get(step + 1, ends[step])) for step in sorted(starts)}
+
+
+def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]:
+    """What each rank, and the driver, did and waited for in that time; by pool and rank."""
+    timeline = indexed(spans)
+    found = []
+    for pool, rank in timeline.of_rank:
+        lane, gaps = _cut(timeline, pool, rank, start_s, end_s)
+        for gap in gaps:
+            lane.waits.extend(_explain(timeline, *gap))
+        lane.waits.sort(key=lambda wait: wait.start_s)
+        found.append(lane)
+    return found
+
+
+def _cut(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> tuple[Lane, list[Gap]]:
+    """A lane with its spans and imbalances, and what they leave open."""
+    lane = Lane(pool, rank, start_s, end_s, [], [])
+    gaps: list[Gap] = []
+    positions, starts = timeline.of_rank[pool, rank], timeline.starts_of_rank[pool, rank]
+    first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
+    following = positions[last] if last < len(positions) else NONE
+
+    def idle(previous: int, following: int, since_s: float, until_s: float) -> None:
+        if previous != NONE:
+            call_end_s = min(timeline.call_end_s(previous), until_s)
+            if call_end_s > since_s:
+                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, since_s, call_end_s))
+                since_s = call_end_s
+        if since_s < until_s:
+            gaps.append((following, since_s, until_s))
+
+    previous, filled_s = NONE, start_s
+    for position in positions[first:last]:
+        recorded = timeline[position]
+        span = recorded.span
+        if span.start_s > filled_s:
+            idle(previous, position, filled_s, span.start_s)
+            filled_s = span.start_s
+        if span.end_s > filled_s:
+            if span.start_s < filled_s or span.end_s > end_s:
+                span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
+                recorded = recorded._replace(span=span)
+            lane.spans.append(recorded)
+            filled_s = span.end_s
+        previous = position
+    idle(previous, following, filled_s, end_s)
+    return lane, gaps
+
+
+def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -> Iterator[Wait]:
+    """What a rank waited for until its next span."""
+    if following == NONE:
+        yield Wait("nothing", "", "", start_s, end_s)
+        return
+    for link in timeline.back(following, timeline[following].span.start_s, start_s):
+        if link.start_s < end_s:
+            until_s = min(link.end_s, end_s)
+            if link.kind == "hand-over":
+                yield Wait("turn", "", "", link.start_s, until_s)
+            else:
+                kind: Literal["turn", "data"] = "turn" if link.pool == DRIVER else "data"
+                yield Wait(kind, link.pool, link.operation, link.start_s, until_s)
+
+
+def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Link]:
+    """The chain of causes that ends at `end_s`, back to `start_s` without a gap; earliest first.
+
+    A step ends as the next generation starts, so it is what that waited for, and only where none follows what ended
+    last.
+    """
+    timeline = indexed(spans)
+    last, last_s = NONE, start_s
+    for rank, positions in timeline.of_rank.items():
+        index = bisect_left(timeline.starts_of_rank[rank], end_s)
+        if index < len(positions):
+            _, operation, span = timeline[positions[index]]
+            if operation == "gen" and span.start_s == end_s:
+                last, last_s = positions[index], end_s
+                break
+        if index > 0:
+            cut_s = min(timeline[positions[index - 1]].span.end_s, end_s)
+            if cut_s > last_s:
+                last, last_s = positions[index - 1], cut_s
+    links = [] if last == NONE else list(timeline.back(last, last_s, start_s))
+    if last_s < end_s:
+        links.insert(0, Link("", "", 0, last_s, end_s, "hand-over"))
+    return links[::-1]
+
+
+def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dict[str, float]:
+    """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: what pools working side by side have saved."""
+    timeline = indexed(spans)
+    by_pool: dict[str, list[tuple[Lane, list[Gap]]]] = {}
+    for pool, rank in timeline.of_rank:
+        if pool != DRIVER:
+            by_pool.setdefault(pool, []).append(_cut(timeline, pool, rank, start_s, end_s))
+    metrics: dict[str, float] = {}
+    wall_s = end_s - start_s
+    for pool, cut in by_pool.items():
+        done = [recorded.span for lane, _ in cut for recorded in lane.spans]
+        busy_s = sum(span.duration_s for span in done) / len(cut)
+        wait_s = sum(until - since for _, gaps in cut for following, since, until in gaps if following != NONE)
+        metrics[f"pool/{pool}/busy_s"] = busy_s
+        metrics[f"pool/{pool}/idle_s"] = wall_s - busy_s
+        metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
+        metrics[f"pool/{pool}/wait_s"] = wait_s / len(cut)
+        metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
+    busy = [_union(lane for lane, _ in cut) for pool, cut in by_pool.items() if pool != RULE_POOL]
+    of_one_s = sum(end - start for pieces in busy for start, end in pieces)
+    of_any_s = of_two_s = 0.0
+    num_busy = 0
+    changes = sorted(change for pieces in busy for start, end in pieces for change in ((start, 1), (end, -1)))
+    for (time_s, change), (next_s, _) in pairwise(changes):
+        num_busy += change
+        of_any_s += next_s - time_s if num_busy >= 1 else 0.0
+        of_two_s += next_s - time_s if num_busy >= 2 else 0.0
+    metrics["overlap/fraction"] = of_two_s / wall_s if wall_s else 0.0
+    metrics["overlap/saved_s"] = of_one_s - of_any_s
+    return metrics
+
+
+def _union(of_pool: Iterable[Lane]) -> list[tuple[float, float]]:
+    """The times in which at least one rank of a pool was at work."""
+    pieces: list[tuple[float, float]] = []
+    for start_s, end_s in sorted((each.span.start_s, each.span.end_s) for lane in of_pool for each in lane.spans):
+        if pieces and start_s <= pieces[-1][1]:
+            pieces[-1] = pieces[-1][0], max(pieces[-1][1], end_s)
+        else:
+            pieces.append((start_s, end_s))
+    return pieces

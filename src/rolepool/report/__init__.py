@@ -1,0 +1,1 @@
+"""What a run folder tells, after the run: plots, pages, traces, comparisons. Reads files only; no torch, no ray."""

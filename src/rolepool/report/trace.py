@@ -1,0 +1,89 @@
+"""A run as a trace in Chrome's JSON format, which Perfetto (ui.perfetto.dev) shows.
+
+Owns the format: a process for each pool, a thread for each rank, a slice for each span, an arrow for each result that a
+call was given, and counters for the GPUs of each node. Times are whole microseconds since the first one known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rolepool.metrics.analysis import Timeline
+from rolepool.report.run import Run
+
+Event = dict[str, Any]
+
+
+def write_trace(run: Run, path: str | Path) -> None:
+    """Write the trace of a run; whole, or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(_events(run)):
+            file.write((",\n" if number else "\n") + json.dumps(event))
+        file.write("\n]}\n")
+    temporary.replace(path)
+
+
+def _events(run: Run) -> Iterator[Event]:
+    timeline = Timeline(run.spans)
+    times_s = [timeline[0].span.start_s] if timeline else []
+    origin_s = min(times_s + [moment["time_s"] for moment in run.monitor], default=0.0)
+    pools = sorted({pool for pool, _ in timeline.of_rank})
+    nodes = sorted({moment["node"] for moment in run.monitor})
+    processes = {name: number for number, name in enumerate([*pools, *(f"node {node}" for node in nodes)], start=1)}
+    # Perfetto takes a thread with its process's number for the main one, so their numbers begin after those.
+    threads = {rank: number for number, rank in enumerate(timeline.of_rank, start=len(processes) + 1)}
+    for name, process in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    for (pool, number), thread in threads.items():
+        where = {"pid": processes[pool], "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"{pool} rank {number}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": number}}
+    yield from _slices_and_arrows(timeline, processes, threads, origin_s)
+    for moment in run.monitor:
+        common = {"ph": "C", "pid": processes[f"node {moment['node']}"], "ts": _us(moment["time_s"] - origin_s)}
+        for gpu in moment["gpus"]:
+            for name, value in (("memory_bytes", gpu["memory_bytes"]), ("utilization_percent", gpu["utilization"])):
+                yield {**common, "name": f"GPU {gpu['index']} {name}", "args": {name: value}}
+
+
+def _slices_and_arrows(
+    timeline: Timeline, processes: dict[str, int], threads: dict[tuple[str, int], int], origin_s: float
+) -> Iterator[Event]:
+    """In the order of time on each thread: an arrow leaves the slice it starts in before the next slice begins."""
+    arriving: dict[int, list[int]] = {}
+    leaving: dict[int, list[tuple[int, float]]] = {}
+    numbers = count(1)
+    for position, recorded in enumerate(timeline):
+        for source in timeline.given(position):
+            if timeline[source].span.start_s <= recorded.span.start_s:
+                number = next(numbers)
+                arriving.setdefault(position, []).append(number)
+                leaving.setdefault(source, []).append((number, recorded.span.start_s))
+    for position, recorded in enumerate(timeline):
+        span = recorded.span
+        start_us, end_us = _us(span.start_s - origin_s), _us(span.end_s - origin_s)
+        where = {"pid": processes[span.pool], "tid": threads[span.pool, span.rank]}
+        args = {"step": recorded.step, **span._asdict(), "parts": dict(span.parts)}
+        times = {"ts": start_us, "dur": end_us - start_us}
+        yield {"ph": "X", "name": recorded.operation, "cat": span.role, **where, **times, "args": args}
+        arrow = {"name": "data", "cat": "data", **where}
+        for number in arriving.get(position, ()):
+            yield {"ph": "f", "bp": "e", **arrow, "id": number, "ts": start_us}
+        # The last microsecond, as a slice does not contain its end.
+        departures = sorted(
+            (min(end_us - 1, _us(to_s - origin_s)), number) for number, to_s in leaving.get(position, ())
+        )
+        for time_us, number in departures:
+            yield {"ph": "s", **arrow, "id": number, "ts": max(time_us, start_us)}
+
+
+def _us(time_s: float) -> int:
+    return int(time_s * 1e6)
