@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.errors import RolepoolError
 from rolepool.models.sharding import add_up_replicas, clip_gradients, shard, sum_over_ranks
+from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows and its metrics, both as shares that add up to those of the whole mini-batch."""
@@ -49,6 +51,7 @@ class TrainedModel:
             weight_decay=optim.weight_decay,
             fused=device == "cuda",
         )
+        self._failed: BaseException | None = None
         self._offload = (fsdp.param_offload, fsdp.optimizer_offload)
         self._leave_device()
 
@@ -79,21 +82,29 @@ class TrainedModel:
         totals: dict[str, float] = defaultdict(float)
         for number, rows in enumerate(passes):
             add_up_replicas(self.model, number == len(passes) - 1)
-            loss, metrics = loss_of(rows)
-            loss.backward()
+            with part("forward"):
+                loss, metrics = loss_of(rows)
+            with part("backward"):
+                loss.backward()
             for name, share in metrics.items():
                 totals[name] += float(share)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        norm = clip_gradients(self.model, self.grad_clip)
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with part("optimizer"):
+            norm = clip_gradients(self.model, self.grad_clip)
+            if math.isfinite(norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return {**sum_over_ranks(dict(totals), self.device), "grad_norm": norm}
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:
-        """The model where it computes, for the time of the block; what is offloaded goes back to host memory after."""
+        """The model where it computes, for the time of the block; what is offloaded goes back to host memory after.
+
+        After an update that failed halfway nothing is computed with its weights: the next use raises, too.
+        """
+        if self._failed is not None:
+            raise RolepoolError(f"an earlier update failed, so these weights are not to be used: {self._failed!r}")
         params_away, optimizer_away = self._offload
         if params_away:
             self.model.to(self.device)
@@ -101,6 +112,9 @@ class TrainedModel:
             self._move_optimizer(self.device)
         try:
             yield self.model
+        except BaseException as error:
+            self._failed = error if training else None
+            raise
         finally:
             self._leave_device()
 

@@ -16,6 +16,7 @@ from rolepool.config import Config
 from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol.parts import part
 from rolepool.roles.actor import Actor
 from rolepool.roles.less_memory import remedies
 from rolepool.rollout.decoder import refuse_unknown
@@ -147,7 +148,7 @@ class Rollout(Worker):
         """Of the actor in this process: nothing to move where both use one model."""
         actor = self.siblings["actor"]
         assert isinstance(actor, Actor)
-        with actor.trained.on_device(training=False) as model:
+        with actor.trained.on_device(training=False) as model, part("gather"):
             self.engine.update_weights([] if self.shares_weights else whole_parameters(model), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

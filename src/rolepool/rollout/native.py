@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.errors import DataError, RolepoolError
+from rolepool.protocol.parts import part
 from rolepool.rollout.decoder import Decoder, Piece, Weights
 from rolepool.rollout.engine import Capabilities, Completion, FinishReason, Progress, Request, Sampling
 from rolepool.rollout.kv_cache import SlotCache
@@ -200,9 +201,11 @@ class _Generation:
         rows = self._rows
         while self._waiting or rows.num_running:
             if self._is_time_to_admit():
-                self._admit()
+                with part("prefill"):
+                    self._admit()
             else:
-                self._step()
+                with part("decode"):
+                    self._step()
             for index in rows.finished():
                 self._complete(index)
             self._report()
