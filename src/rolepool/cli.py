@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rolepool import __version__
@@ -182,10 +183,70 @@ def demo(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
+def compare(arguments: list[str]) -> int:
+    """Compare runs of the same work; or, with --run, train a recipe under the placements after `--` and compare those."""
+    parser = _parser("compare", compare.__doc__, words="RUN or key=value")
+    parser.usage = (
+        "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
+        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,trainer.nnodes=2"
+    )
+    parser.add_argument("--run", metavar="RECIPE", help="train this recipe under each placement first")
+    parser.add_argument("--output-dir", metavar="DIR", help="where pictures and page go; default: beside the first run")
+    parser.add_argument("--force", action="store_true", help="compare runs although their work differs")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parse(parser, arguments[:cut])
+    if options is None:
+        return EXIT_FINE
+
+    from rich.console import Console
+
+    from rolepool.report.compare import as_table, check_same_work, write_comparison
+    from rolepool.report.compare import compare as compare_runs
+    from rolepool.report.placements import run_placements
+    from rolepool.report.run import read_run
+
+    folders, failures, words = options.words, [], arguments[cut + 1 :]
+    if options.run is not None:
+        folders, failures = run_placements(options.run, options.words, words, say=lambda line: print(line, flush=True))
+        _print_errors(failures)
+    if len(folders) < 2 or (words and options.run is None):
+        raise ConfigError("compare: two runs or more are needed; give their folders, or --run RECIPE -- PLACEMENTS")
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        for file, number in run.skipped.items():
+            print(f"{run.folder}: skipped {number} unreadable lines of {file}", file=sys.stderr)
+    if not options.force:
+        check_same_work(runs)
+    lines = compare_runs(runs)
+    Console(highlight=False, width=200).print(as_table(lines))  # in a file or a narrow terminal no column is cut
+    output = Path(options.output_dir) if options.output_dir else runs[0].folder.parent / "comparison"
+    for file in write_comparison(runs, lines, output):
+        print(file)
+    return EXIT_USER if failures else EXIT_FINE
+
+
+def plot(arguments: list[str]) -> int:
+    """Plot the timings of console logs or run folders, and write them as CSV. Several logs are also compared."""
+    parser = _Parser(prog="rolepool plot", description=plot.__doc__, allow_abbrev=False)
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="console log of a run, or its folder")
+    parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.plots import plot_logs
+
+    for file in plot_logs(options.logs, options.output_dir):
+        print(file)
+    return EXIT_FINE
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
+    "compare": (compare, "runs side by side: what took how long, and what is more than noise"),
+    "plot": (plot, "plots and CSV of the timings in console logs"),
     "demo": (demo, "make the files of the embedded demo"),
 }
 

@@ -1,1 +1,1 @@
-"""What a run folder says: plots, comparison, HTML, traces. Reads files only; neither torch nor ray."""
+"""What a run folder tells, after the run: plots, pages, traces, comparisons. Reads files only; no torch, no ray."""

@@ -44,14 +44,20 @@ def read_logs(paths: Sequence[str | Path]) -> list[Log]:
     """Every run of every log; a run folder stands for its metrics. Raises ConfigError where there is none."""
     files = [_file_of(Path(path)) for path in paths]
     shown = [file.parent if file.name in ("metrics.jsonl", "train.log") else file.with_suffix("") for file in files]
-    names = [path.name if [other.name for other in shown].count(path.name) == 1 else str(path) for path in shown]
     logs = []
-    for file, name in zip(files, names, strict=True):
+    for file, name in zip(files, distinct_names(shown), strict=True):
         runs = _read(file)
         if not runs:
             raise ConfigError(f"{file}: has no line `step:N - key:value ...`; give the console log of a run")
         logs += [Log(name if len(runs) == 1 else f"{name}, run {number}", run) for number, run in enumerate(runs, 1)]
     return logs
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths; whole paths where those are the same, and numbered where these are too."""
+    last = [path.name for path in paths]
+    names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def parse_log(lines: Iterable[str]) -> list[Rows]:

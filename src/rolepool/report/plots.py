@@ -85,21 +85,22 @@ def style() -> AbstractContextManager[None]:
     """Figures are made and saved inside it."""
     import matplotlib
 
-    settings = {
-        "font.size": 9,
-        "text.parse_math": False,  # a run may be named a$b
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.titlesize": 9,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "grid.color": "#E5E5E5",
-        "legend.frameon": False,
-        "hatch.linewidth": 1.2,
-        "svg.hashsalt": "rolepool",  # the same numbers give the same file
-    }
-    return matplotlib.rc_context(settings)
+    return matplotlib.rc_context(
+        {
+            "font.size": 9,
+            "text.parse_math": False,  # a run may be named a$b
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "axes.titlesize": 9,
+            "axes.titlelocation": "left",
+            "axes.titleweight": "bold",
+            "grid.color": "#E5E5E5",
+            "legend.frameon": False,
+            "hatch.linewidth": 1.2,
+            "svg.hashsalt": "rolepool",  # the same numbers give the same file
+        }
+    )
 
 
 def new_figure(height_in: float) -> Figure:
