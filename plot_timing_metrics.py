@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))  # works in a checkout that is not installed
 
-from rolepool.cli import main  # noqa: E402
+from rolepool.cli import main
 
 sys.exit(main(["plot", *sys.argv[1:]]))

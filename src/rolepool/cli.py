@@ -184,11 +184,11 @@ def demo(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """Compare runs of the same work; or, with --run, train a recipe under the placements after `--` and compare those."""
+    """Compare runs of the same work; with --run, first train a recipe under each placement written after `--`."""
     parser = _parser("compare", compare.__doc__, words="RUN or key=value")
     parser.usage = (
         "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
-        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,trainer.nnodes=2"
+        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
     )
     parser.add_argument("--run", metavar="RECIPE", help="train this recipe under each placement first")
     parser.add_argument("--output-dir", metavar="DIR", help="where pictures and page go; default: beside the first run")
@@ -200,28 +200,28 @@ def compare(arguments: list[str]) -> int:
 
     from rich.console import Console
 
-    from rolepool.report.compare import as_table, check_same_work, write_comparison
-    from rolepool.report.compare import compare as compare_runs
+    from rolepool.report import compare as comparison
     from rolepool.report.placements import run_placements
-    from rolepool.report.run import read_run
 
-    folders, failures, words = options.words, [], arguments[cut + 1 :]
+    folders, words = options.words, arguments[cut + 1 :]
+    failures: list[str] = []
     if options.run is not None:
         folders, failures = run_placements(options.run, options.words, words, say=lambda line: print(line, flush=True))
         _print_errors(failures)
     if len(folders) < 2 or (words and options.run is None):
         raise ConfigError("compare: two runs or more are needed; give their folders, or --run RECIPE -- PLACEMENTS")
-    runs = [read_run(folder) for folder in folders]
-    for run in runs:
+    runs = comparison.read_runs(folders)
+    for name, run in runs.items():
         for file, number in run.skipped.items():
-            print(f"{run.folder}: skipped {number} unreadable lines of {file}", file=sys.stderr)
+            print(f"{name}: skipped {number} unreadable lines of {file}", file=sys.stderr)
     if not options.force:
-        check_same_work(runs)
-    lines = compare_runs(runs)
-    Console(highlight=False, width=200).print(as_table(lines))  # in a file or a narrow terminal no column is cut
-    output = Path(options.output_dir) if options.output_dir else runs[0].folder.parent / "comparison"
-    for file in write_comparison(runs, lines, output):
-        print(file)
+        comparison.check_same_work(runs)
+    lines = comparison.compare(runs)
+    # In a file or a narrow terminal no column is cut.
+    Console(highlight=False, width=200).print(comparison.as_table(lines))
+    output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
+    for written in comparison.write_comparison(runs, lines, output):
+        print(written)
     return EXIT_USER if failures else EXIT_FINE
 
 

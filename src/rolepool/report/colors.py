@@ -41,6 +41,9 @@ ROLE_COLORS = {
 
 WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}
 
+DARK = {GREEN, BLUE, VERMILLION, BLACK, "#595959", "#8C8C8C"}
+"""Colours on which white text is read better than black."""
+
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
     """Known operations in the order of a step, then the others by name."""

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import lanes, step_bounds
 from rolepool.metrics.spans import DRIVER
-from rolepool.report.colors import colors_for, in_step_order
+from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import Rows, cut_into_runs, distinct_names
 from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
-from rolepool.report.run import Run
+from rolepool.report.run import Run, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WORK_KEYS = (
     "actor_rollout_ref.model.path",
@@ -47,6 +49,12 @@ WORK_KEYS = (
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
 """With fewer, an interval would claim more than they say."""
+
+LETTER = 0.0075
+"""Width of a letter in a bar, as a part of the time axis."""
+
+
+T = TypeVar("T")
 
 
 class Ratio(NamedTuple):
@@ -85,37 +93,37 @@ class Line(NamedTuple):
 COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
 
 
-def check_same_work(runs: Sequence[Run]) -> None:
+def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
+    """The runs by names that tell them apart, in the order given."""
+    return dict(zip(distinct_names([Path(folder) for folder in folders]), map(read_run, folders), strict=True))
+
+
+def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raises ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
     for key in WORK_KEYS:
-        values = [_value_of(run.config, key) for run in runs]
-        if any(value != values[0] for value in values):
-            shown = ", ".join(f"{show(value)} in {run.folder}" for value, run in zip(values, runs, strict=True))
-            problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
+        shown = {name: show(_value_of(run.config, key)) for name, run in runs.items()}
+        if len(set(shown.values())) > 1:
+            values = ", ".join(f"{value} in {name}" for name, value in shown.items())
+            problems.append(f"{key}: the runs' work differs ({values}); compare all the same with --force")
     if problems:
         raise ConfigError(problems)
 
 
-def compare(runs: Sequence[Run]) -> list[Line]:
+def compare(runs: Mapping[str, Run]) -> list[Line]:
     """Every measure of every run, by measure and then in the order of the runs; ratios to the first run."""
-    names = distinct_names([run.folder for run in runs])
-    measured = [_of_steps(run) for run in runs]
-    singles = [_of_runs(run) for run in runs]
+    by_step = {name: _measures_of_steps(run) for name, run in runs.items()}
+    by_run = {name: _measures_of_run(run) for name, run in runs.items()}
+    first = next(iter(runs))
     lines = []
-    for measure in _in_order({name for measures in measured for name in measures}):
-        for name, measures in zip(names, measured, strict=True):
-            if measure in measures:
-                values, first = measures[measure], measured[0].get(measure)
-                ratio = ratio_of_means(first, values) if first and name != names[0] else None
-                p50, p95 = np.quantile(values, [0.5, 0.95])
-                lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
-    for measure in sorted({measure for single in singles for measure in single}):
-        lines += [
-            Line(measure, name, single[measure])
-            for name, single in zip(names, singles, strict=True)
-            if measure in single
-        ]
+    for measure in _in_order({measure for measures in by_step.values() for measure in measures}):
+        for name, values in ((name, measures[measure]) for name, measures in by_step.items() if measure in measures):
+            has_ratio = name != first and measure in by_step[first]
+            ratio = ratio_of_means(by_step[first][measure], values) if has_ratio else None
+            p50, p95 = np.quantile(values, [0.5, 0.95])
+            lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    for measure in sorted({measure for measures in by_run.values() for measure in measures}):
+        lines += [Line(measure, name, measures[measure]) for name, measures in by_run.items() if measure in measures]
     return lines
 
 
@@ -140,12 +148,12 @@ def as_table(lines: Sequence[Line]) -> Table:
     before = ""
     for line in lines:
         measure, run, *rest = line.cells()
-        table.add_row("" if measure == before else _plain(measure), _plain(run), *rest)
+        table.add_row("" if measure == before else escape_markup(measure), escape_markup(run), *rest)
         before = measure
     return table
 
 
-def write_comparison(runs: Sequence[Run], lines: Sequence[Line], folder: Path) -> list[Path]:
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
     """`comparison.png`, `.svg` and `.html` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with style():
@@ -174,12 +182,12 @@ def _rows(run: Run) -> Rows:
     return found[-1]
 
 
-def _after_warm_up(steps: Sequence[Any]) -> Sequence[Any]:
+def _after_warm_up(steps: list[T]) -> list[T]:
     """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
-def _of_steps(run: Run) -> dict[str, list[float]]:
+def _measures_of_steps(run: Run) -> dict[str, list[float]]:
     rows = _after_warm_up([row for row in _rows(run).values() if f"{TIMING}step" in row])
     measures: dict[str, list[float]] = {}
     num_samples = _value_of(run.config, "data.train_batch_size") or 0
@@ -194,11 +202,13 @@ def _of_steps(run: Run) -> dict[str, list[float]]:
     return measures
 
 
-def _of_runs(run: Run) -> dict[str, float]:
+def _measures_of_run(run: Run) -> dict[str, float]:
     """What a run has one of: peaks of memory, and the reward at its end."""
     rows = list(_rows(run).values())
     singles: dict[str, float] = {}
-    for name in sorted({name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}):
+    for name in sorted(
+        {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
+    ):
         singles[f"{name} (most)"] = max(row[name] for row in rows if name in row)
     scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
     if scores:
@@ -215,51 +225,54 @@ def _in_order(measures: set[str]) -> list[str]:
     return [*timings, *sorted(measures - set(timings), key=lambda name: (name.startswith(("pool", "over")), name))]
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # not markup to rich
-
-
 # The picture and the page
 
 
-def _picture(runs: Sequence[Run], lines: Sequence[Line]) -> Any:
-    names = distinct_names([run.folder for run in runs])
-    timings = [line for line in lines if line.measure.startswith(TIMING)]
-    means = {
-        name: {line.measure[len(TIMING) :]: line.mean for line in timings if line.run == name} for name in names
-    }
-    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs)
-    height_in = 0.6 + 0.26 * num_lanes
-    figure = new_figure(height_in + 3.0)
-    above, below = figure.subplots(2, 1, height_ratios=[height_in, 3.0])
-    _timeline(above, dict(zip(names, runs, strict=True)))
+def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
+    """A typical step of each run over the mean times of its operations."""
+    means: dict[str, dict[str, float]] = {name: {} for name in runs}
+    for line in lines:
+        if line.measure.startswith(TIMING):
+            means[line.run][line.measure[len(TIMING) :]] = line.mean
+    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
+    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
+    figure = new_figure(sum(heights_in))
+    above, below = figure.subplots(2, 1, height_ratios=heights_in)
+    _timeline(above, runs)
     grouped_bars(below, means)
     return figure
+
+
+def _typical_step(run: Run) -> tuple[int, float, float]:
+    """The step of median duration, its start and its end."""
+    steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
+    by_duration = sorted(steps, key=lambda step: step[2] - step[1])
+    return by_duration[len(by_duration) // 2]
 
 
 def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
     """The first rank of each pool in a typical step of each run, on one time axis."""
     places = count()
     ticks: dict[int, str] = {}
-    for name, run in runs.items():
-        bounds = step_bounds(run.spans)
-        if not bounds:
-            continue
-        by_duration = sorted(_after_warm_up(list(bounds)), key=lambda step: bounds[step][1] - bounds[step][0])
-        typical = by_duration[len(by_duration) // 2]
-        start_s, end_s = bounds[typical]
+    typical = {name: _typical_step(run) for name, run in runs.items() if run.spans}
+    longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
+    for name, (step, start_s, end_s) in typical.items():
         heading = next(places)
-        axes.text(0, heading + 0.35, f"{name}: step {typical}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
-        for lane in lanes(run.spans, start_s, end_s):
+        axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
+        for lane in lanes(runs[name].spans, start_s, end_s):
             if lane.pool == DRIVER or lane.rank > 0:
                 continue
             place = next(places)
             ticks[place] = lane.pool
             axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
-            bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in lane.spans]
-            operations = [recorded.operation for recorded in lane.spans]
-            colors = colors_for(in_step_order(set(operations)))
-            axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=[colors[name] for name in operations])
+            colors = colors_for(in_step_order({recorded.operation for recorded in lane.spans}))
+            for operation, group in groupby(lane.spans, key=lambda recorded: recorded.operation):
+                bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
+                axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
+                left, right = bars[0][0], sum(bars[-1])
+                if right - left > longest_s * LETTER * (len(operation) + 1):
+                    ink = "white" if colors[operation] in DARK else "black"
+                    axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
         axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.invert_yaxis()

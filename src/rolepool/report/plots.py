@@ -42,7 +42,9 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     keys = sorted({key for log in logs for row in log.rows.values() for key in row})
-    timings = [f"{TIMING}{name}" for name in in_step_order(key[len(TIMING) :] for key in keys if key.startswith(TIMING))]
+    timings = [
+        f"{TIMING}{name}" for name in in_step_order(key[len(TIMING) :] for key in keys if key.startswith(TIMING))
+    ]
     memory = [key for key in keys if key == "perf/max_memory_allocated_gb" or key.endswith("/peak_memory_gb")]
     written = [folder / CSV_NAME]
     write_csv(written[0], logs, keys)
@@ -92,12 +94,10 @@ def style() -> AbstractContextManager[None]:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.axisbelow": True,
-            "axes.titlesize": 9,
             "axes.titlelocation": "left",
             "axes.titleweight": "bold",
             "grid.color": "#E5E5E5",
             "legend.frameon": False,
-            "hatch.linewidth": 1.2,
             "svg.hashsalt": "rolepool",  # the same numbers give the same file
         }
     )
@@ -128,8 +128,7 @@ def _stacked(logs: Sequence[Log]) -> Figure:
     figure = new_figure(1.0 + 2.4 * len(logs))
     shown: set[str] = set()
     panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
-    names = {key[len(TIMING) :] for log in logs for row in log.rows.values() for key in row if key.startswith(TIMING)}
-    parts = [name for name in in_step_order(names - {"step", *INSIDE_OTHERS}) if "/" not in name]
+    parts = _operations({name for log in logs for name in mean_times(log)} - {"step"})
     colors = colors_for(parts)
     for axes, log in zip(panels, logs, strict=True):
         rows = {step: row for step, row in log.rows.items() if f"{TIMING}step" in row} or log.rows
@@ -153,11 +152,8 @@ def _stacked(logs: Sequence[Log]) -> Figure:
         _step_axis(axes)
     handles = [Patch(color=colors[name], label=name) for name in reversed(parts) if name in shown]
     figure.legend(handles=[Line2D([], [], color="black", label="step"), *handles], loc="outside right upper")
-    figure.supxlabel(
-        "A stack above the line: parts ran side by side, or outside of the step as validation may.",
-        fontsize=8,
-        color="#595959",
-    )
+    note = "A stack above the line: parts ran side by side, or outside of the step as validation may."
+    figure.supxlabel(note, fontsize=8, color="#595959")
     return figure
 
 
@@ -198,8 +194,7 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     """Mean seconds by run and operation: a group of bars an operation, each with its ratio to the first run's."""
     from matplotlib.patches import Patch
 
-    names = {name for means in times.values() for name in means} - set(INSIDE_OTHERS)
-    operations = in_step_order(name for name in names if "/" not in name)
+    operations = _operations({name for means in times.values() for name in means})
     colors = {**colors_for(operations), "step": "#333333"}
     width = 0.84 / len(times)
     first = next(iter(times.values()))
@@ -211,27 +206,23 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
             hatch = HATCHES[index % len(HATCHES)]
             axes.bar(place, means[name], width * 0.94, color=colors[name], hatch=hatch, edgecolor="white", linewidth=0)
             if index and first.get(name):
-                ratio = f"×{means[name] / first[name]:.2f}"
-                rotation = 90 if len(times) > 2 else 0
-                axes.annotate(
-                    *(ratio, (place, means[name]), (0, 2)),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    fontsize=7,
-                    rotation=rotation,
-                )
-    axes.set_xticks(range(len(operations)), operations, fontsize=8)
-    if len(operations) > 9:
-        axes.tick_params(axis="x", rotation=30)
+                ratio, rotation = f"×{means[name] / first[name]:.2f}", 90 if len(times) > 2 else 0
+                axes.text(place, means[name], ratio, ha="center", va="bottom", fontsize=7, rotation=rotation)
+    labels = ["_\n".join(name.rsplit("_", 1)) for name in operations]
+    axes.set_xticks(range(len(operations)), labels, fontsize=8)
     axes.set_ylabel("mean time (s)")
-    axes.margins(y=0.12)
+    axes.margins(x=0.02, y=0.12)
     axes.grid(axis="y")
     handles = [
         Patch(facecolor="#8C8C8C", edgecolor="white", hatch=HATCHES[index % len(HATCHES)], label=name)
         for index, name in enumerate(times)
     ]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times), handlelength=2.4)
+
+
+def _operations(names: set[str]) -> list[str]:
+    """Those that are not parts of others, in the order of a step."""
+    return [name for name in in_step_order(names) if name not in INSIDE_OTHERS and "/" not in name]
 
 
 def _step_axis(axes: Axes) -> None:
