@@ -135,7 +135,9 @@ def test_a_run_folder_stands_for_its_metrics_and_without_them_for_its_log(tmp_pa
 
 
 def test_lines_of_metrics_that_are_cut_off_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n[2]\n{"a": 3}\n\n{"step": 2, "a": "x"}\n{"step": 3, "a"')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "a": 1}\n[2]\n{"a": 3}\n\n{"step": 2, "a": "x"}\n{"step": 3, "a"'
+    )
     (log,) = read_logs([tmp_path])
     assert log.rows == {1: {"a": 1.0}, 2: {}}
 
