@@ -127,6 +127,29 @@ def test_work_that_differs_is_refused_key_by_key(tmp_path: Path, folders: list[P
     )
 
 
+def test_long_values_that_differ_at_their_end_are_told_apart(tmp_path: Path) -> None:
+    paths = [f"/models/{'x' * 100}/{name}" for name in ("a", "b")]
+    runs = [write_run(tmp_path / path[-1], num_steps=1) for path in paths]
+    for run, path in zip(runs, paths, strict=True):
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(text.replace("recipes/shapes/qwen2.5-0.5b", path))
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
+        check_same_work(read_runs(runs))
+
+
+def test_runs_without_spans_or_without_generation_are_compared_all_the_same(
+    tmp_path: Path, rolepool: Callable[..., Any]
+) -> None:
+    one, two = (write_run(tmp_path / name, num_steps=3) for name in ("one", "two"))
+    (one / "spans.jsonl").unlink()
+    kept = [line for line in (two / "spans.jsonl").read_text().splitlines() if '"operation": "gen"' not in line]
+    (two / "spans.jsonl").write_text("\n".join(kept))
+    assert rolepool("compare", str(one), str(two)).code == 0
+    assert {file.name for file in (tmp_path / "comparison").iterdir()} == {
+        *("comparison.png", "comparison.svg", "comparison.html")
+    }
+
+
 def test_the_command_refuses_such_runs_and_can_be_forced(
     tmp_path: Path, folders: list[Path], rolepool: Callable[..., Any]
 ) -> None:

@@ -39,6 +39,8 @@ WORK_KEYS = (
     "data.max_response_length",
     "actor_rollout_ref.rollout.n",
     "algorithm.adv_estimator",
+    "algorithm.use_kl_in_reward",
+    "actor_rollout_ref.actor.use_kl_loss",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_epochs",
     "critic.ppo_mini_batch_size",
@@ -52,7 +54,6 @@ MIN_STEPS = 5
 
 LETTER = 0.0075
 """Width of a letter in a bar, as a part of the time axis."""
-
 
 T = TypeVar("T")
 
@@ -102,10 +103,10 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raises ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
     for key in WORK_KEYS:
-        shown = {name: show(_value_of(run.config, key)) for name, run in runs.items()}
-        if len(set(shown.values())) > 1:
-            values = ", ".join(f"{value} in {name}" for name, value in shown.items())
-            problems.append(f"{key}: the runs' work differs ({values}); compare all the same with --force")
+        values = {name: _value_of(run.config, key) for name, run in runs.items()}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
+            problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
     if problems:
         raise ConfigError(problems)
 
@@ -254,7 +255,7 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
     """The first rank of each pool in a typical step of each run, on one time axis."""
     places = count()
     ticks: dict[int, str] = {}
-    typical = {name: _typical_step(run) for name, run in runs.items() if run.spans}
+    typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
     longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
     for name, (step, start_s, end_s) in typical.items():
         heading = next(places)

@@ -55,7 +55,7 @@ def read_logs(paths: Sequence[str | Path]) -> list[Log]:
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths; whole paths where those are the same, and numbered where these are too."""
-    last = [path.name for path in paths]
+    last = [path.absolute().name for path in paths]
     names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
