@@ -94,6 +94,7 @@ def style() -> AbstractContextManager[None]:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.axisbelow": True,
+            "axes.titlesize": "medium",
             "axes.titlelocation": "left",
             "axes.titleweight": "bold",
             "grid.color": "#E5E5E5",
@@ -173,7 +174,7 @@ def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | 
             axes.plot(steps, values, color=color, linewidth=1.4, marker="." if len(steps) < 40 else "", label=log.name)
         axes.set_title(key)
         axes.set_ylabel(units[key])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(min(0, axes.get_ylim()[0]), axes.get_ylim()[1] * 1.05)
         axes.grid(axis="y")
         _step_axis(axes)
     for axes in panels[len(keys) :]:
