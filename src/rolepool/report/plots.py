@@ -172,7 +172,7 @@ def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | 
         for index, (log, (steps, values)) in enumerate(zip(logs, lines[key], strict=True)):
             color = SERIES_COLORS[index % len(SERIES_COLORS)]
             axes.plot(steps, values, color=color, linewidth=1.4, marker="." if len(steps) < 40 else "", label=log.name)
-        axes.set_title(key)
+        axes.set_title(key if len(key) < 36 else "/\n".join(key.rsplit("/", 1)))  # as wide as its panel
         axes.set_ylabel(units[key])
         axes.set_ylim(min(0, axes.get_ylim()[0]), axes.get_ylim()[1] * 1.05)
         axes.grid(axis="y")
