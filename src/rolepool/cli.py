@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rolepool import __version__
 from rolepool.command_line import (
@@ -140,8 +141,6 @@ def export(arguments: list[str]) -> int:
     if options is None:
         return EXIT_FINE
 
-    from pathlib import Path
-
     from rolepool.trainer.export import export_run
 
     saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
@@ -165,10 +164,70 @@ def demo(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
+def compare(arguments: list[str]) -> int:
+    """Compare runs of the same work; with --run, first train a recipe under each placement written after `--`."""
+    parser = words_parser("rolepool compare", compare.__doc__, words="RUN or key=value")
+    parser.usage = (
+        "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
+        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
+    )
+    parser.add_argument("--run", metavar="RECIPE", help="train this recipe under each placement first")
+    parser.add_argument("--output-dir", metavar="DIR", help="where pictures and page go; default: beside the first run")
+    parser.add_argument("--force", action="store_true", help="compare runs although their work differs")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parse(parser, arguments[:cut])
+    if options is None:
+        return EXIT_FINE
+
+    from rich.console import Console
+
+    from rolepool.report import compare as comparison
+    from rolepool.report.placements import run_placements
+
+    folders, words = options.words, arguments[cut + 1 :]
+    failures: list[str] = []
+    if options.run is not None:
+        folders, failures = run_placements(options.run, options.words, words, say=lambda line: print(line, flush=True))
+        print_errors(failures)
+    if len(folders) < 2 or (words and options.run is None):
+        raise ConfigError("compare: two runs or more are needed; give their folders, or --run RECIPE -- PLACEMENTS")
+    runs = comparison.read_runs(folders)
+    for name, run in runs.items():
+        for file, number in run.skipped.items():
+            print(f"{name}: skipped {number} unreadable lines of {file}", file=sys.stderr)
+    if not options.force:
+        comparison.check_same_work(runs)
+    lines = comparison.compare(runs)
+    # In a file or a narrow terminal no column is cut.
+    Console(highlight=False, width=200).print(comparison.as_table(lines))
+    output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
+    for written in comparison.write_comparison(runs, lines, output):
+        print(written)
+    return EXIT_USER if failures else EXIT_FINE
+
+
+def plot(arguments: list[str]) -> int:
+    """Plot the timings of console logs or run folders, and write them as CSV. Several logs are also compared."""
+    parser = Parser(prog="rolepool plot", description=plot.__doc__, allow_abbrev=False)
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="console log of a run, or its folder")
+    parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
+    options = parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.plots import plot_logs
+
+    for file in plot_logs(options.logs, options.output_dir):
+        print(file)
+    return EXIT_FINE
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
     "export": (export, "a checkpoint as a Hugging Face folder"),
+    "compare": (compare, "runs side by side: what took how long, and what is more than noise"),
+    "plot": (plot, "plots and CSV of the timings in console logs"),
     "demo": (demo, "make the files of the embedded demo"),
 }

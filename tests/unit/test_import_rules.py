@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = "rolepool"
-HEAVY = ("torch", "ray", "transformers")
+HEAVY = ("torch", "ray", "transformers", "matplotlib")
 
 # The order of ARCHITECTURE.md: each part may import those of earlier lines.
 ORDER = [
@@ -258,11 +258,13 @@ def modules_after(python: Callable[..., subprocess.CompletedProcess[str]], state
         ["config", "trainer.nodes"],
         ["train", "--help"],
         ["train", "trainer.nodes=2"],
+        ["compare", "nowhere", "nothing"],
+        ["plot", "nowhere.log"],
         ["nope"],
     ],
     ids=" ".join,
 )
-def test_planning_and_explaining_import_neither_torch_nor_ray_nor_transformers(
+def test_what_must_answer_at_once_imports_nothing_heavy(
     python: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str]
 ) -> None:
     modules = modules_after(python, f"from rolepool.cli import main\nassert main({arguments!r}) in (0, 2)")

@@ -1,0 +1,59 @@
+"""One colour for each operation, role and kind of waiting, in every plot and on every page.
+
+The eight colours are those of Okabe and Ito, which the colour-blind can tell apart; the rest are greys and one tint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
+SERIES_COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW)
+"""For lines that are neither: runs, pools, GPUs. In this order; after the last the first again."""
+
+OPERATION_COLORS = {
+    "gen": GREEN,
+    "baseline": "#80CEB9",
+    "reward": YELLOW,
+    "values": ORANGE,
+    "old_log_prob": SKY,
+    "ref": PURPLE,
+    "adv": "#595959",
+    "update_critic": VERMILLION,
+    "update_actor": BLUE,
+    "update_weights": "#8C8C8C",
+    "testing": "#B3B3B3",
+    "save_checkpoint": "#D9D9D9",
+}
+"""In the order of a step, which is also the order of legends and stacks."""
+
+ROLE_COLORS = {
+    "rollout": GREEN,
+    "actor": BLUE,
+    "actor_rollout": BLUE,
+    "ref": PURPLE,
+    "critic": VERMILLION,
+    "reward_model": YELLOW,
+    "reward": YELLOW,
+    "trainer": "#595959",
+}
+
+WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}
+
+DARK = {GREEN, BLUE, VERMILLION, BLACK, "#595959", "#8C8C8C"}
+"""Colours on which white text is read better than black."""
+
+
+def in_step_order(operations: Iterable[str]) -> list[str]:
+    """Known operations in the order of a step, then the others by name."""
+    known = list(OPERATION_COLORS)
+    return sorted(operations, key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def colors_for(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name: an operation's own, and for others the series colours in turn."""
+    names = list(names)
+    others = [name for name in names if name not in OPERATION_COLORS]
+    turns = {name: SERIES_COLORS[index % len(SERIES_COLORS)] for index, name in enumerate(others)}
+    return {name: OPERATION_COLORS.get(name) or turns[name] for name in names}

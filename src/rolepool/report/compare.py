@@ -1,0 +1,304 @@
+"""Runs of the same work side by side: what took how long, and which differences are more than noise.
+
+Owns the comparison as numbers, as a table, a picture and a page. Every number comes from the runs' rows and spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import count, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from rolepool.config.loading import show
+from rolepool.errors import ConfigError
+from rolepool.metrics.analysis import lanes, step_bounds
+from rolepool.metrics.spans import DRIVER
+from rolepool.report.colors import DARK, colors_for, in_step_order
+from rolepool.report.logs import Rows, cut_into_runs, distinct_names
+from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
+from rolepool.report.run import Run, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WORK_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.override_config",
+    "critic.model.path",
+    "reward_model.enable",
+    "reward_model.model.path",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.n",
+    "algorithm.adv_estimator",
+    "algorithm.use_kl_in_reward",
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_epochs",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_epochs",
+)
+"""What a step has to do. Where it is done, and in which pieces, is what is compared."""
+
+NUM_RESAMPLES = 2000
+MIN_STEPS = 5
+"""With fewer, an interval would claim more than they say."""
+
+LETTER = 0.0075
+"""Width of a letter in a bar, as a part of the time axis."""
+
+T = TypeVar("T")
+
+
+class Ratio(NamedTuple):
+    """A mean over the first run's, with its bootstrap 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        if np.isnan(self.low):
+            return "too few steps"
+        return "less" if self.high < 1 else "more" if self.low > 1 else "within noise"
+
+
+class Line(NamedTuple):
+    """One measure of one run. A measure that is not of single steps has a mean only."""
+
+    measure: str
+    run: str
+    mean: float
+    p50: float | None = None
+    p95: float | None = None
+    ratio: Ratio | None = None
+
+    def cells(self) -> list[str]:
+        numbers = ["" if number is None else f"{number:.4g}" for number in (self.mean, self.p50, self.p95)]
+        if self.ratio is None:
+            return [self.measure, self.run, *numbers, "", "", ""]
+        value, low, high = self.ratio
+        interval = "" if np.isnan(low) else f"{low:.3f} to {high:.3f}"
+        return [self.measure, self.run, *numbers, f"{value:.3f}", interval, self.ratio.verdict]
+
+
+COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
+
+
+def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
+    """The runs by names that tell them apart, in the order given."""
+    return dict(zip(distinct_names([Path(folder) for folder in folders]), map(read_run, folders), strict=True))
+
+
+def check_same_work(runs: Mapping[str, Run]) -> None:
+    """Raises ConfigError with a line for each key that makes the runs' work differ."""
+    problems = []
+    for key in WORK_KEYS:
+        values = {name: _value_of(run.config, key) for name, run in runs.items()}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
+            problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
+    if problems:
+        raise ConfigError(problems)
+
+
+def compare(runs: Mapping[str, Run]) -> list[Line]:
+    """Every measure of every run, by measure and then in the order of the runs; ratios to the first run."""
+    by_step = {name: _measures_of_steps(run) for name, run in runs.items()}
+    by_run = {name: _measures_of_run(run) for name, run in runs.items()}
+    first = next(iter(runs))
+    lines = []
+    for measure in _in_order({measure for measures in by_step.values() for measure in measures}):
+        for name, values in ((name, measures[measure]) for name, measures in by_step.items() if measure in measures):
+            has_ratio = name != first and measure in by_step[first]
+            ratio = ratio_of_means(by_step[first][measure], values) if has_ratio else None
+            p50, p95 = np.quantile(values, [0.5, 0.95])
+            lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    for measure in sorted({measure for measures in by_run.values() for measure in measures}):
+        lines += [Line(measure, name, measures[measure]) for name, measures in by_run.items() if measure in measures]
+    return lines
+
+
+def ratio_of_means(first: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio | None:
+    """Mean of `other` over mean of `first`, steps drawn with replacement for the interval; None over a zero mean."""
+    one, two = np.asarray(first), np.asarray(other)
+    if not one.mean():
+        return None
+    value = float(two.mean() / one.mean())
+    if min(len(one), len(two)) < MIN_STEPS:
+        return Ratio(value, np.nan, np.nan)
+    generator = np.random.default_rng(seed)
+    ones, twos = (steps[generator.integers(len(steps), size=(NUM_RESAMPLES, len(steps)))] for steps in (one, two))
+    low, high = np.quantile(twos.mean(axis=1) / ones.mean(axis=1), [0.025, 0.975])
+    return Ratio(value, float(low), float(high))
+
+
+def as_table(lines: Sequence[Line]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
+    before = ""
+    for line in lines:
+        measure, run, *rest = line.cells()
+        table.add_row("" if measure == before else escape_markup(measure), escape_markup(run), *rest)
+        before = measure
+    return table
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
+    """`comparison.png`, `.svg` and `.html` in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with style():
+        files = save(_picture(runs, lines), folder / "comparison", "png", "svg")
+    page = folder / "comparison.html"
+    page.write_text(_page(lines, files[1].read_text(encoding="utf-8")), encoding="utf-8")
+    return [*files, page]
+
+
+# Numbers
+
+
+def _value_of(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _rows(run: Run) -> Rows:
+    """The rows of the last run in the folder, a step's validation in its row."""
+    without_step = ({name: value for name, value in row.items() if name != "step"} for row in run.rows)
+    found = cut_into_runs(zip((int(row["step"]) for row in run.rows), without_step, strict=True))
+    if not found:
+        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
+    return found[-1]
+
+
+def _after_warm_up(steps: list[T]) -> list[T]:
+    """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
+    return steps[min(10, max(1, len(steps) // 10)) :] or steps
+
+
+def _measures_of_steps(run: Run) -> dict[str, list[float]]:
+    rows = _after_warm_up([row for row in _rows(run).values() if f"{TIMING}step" in row])
+    measures: dict[str, list[float]] = {}
+    num_samples = _value_of(run.config, "data.train_batch_size") or 0
+    num_samples *= _value_of(run.config, "actor_rollout_ref.rollout.n") or 1
+    for row in rows:
+        if num_samples and row[f"{TIMING}step"] > 0:
+            row = {**row, "samples/s": num_samples / row[f"{TIMING}step"]}
+        for name, value in row.items():
+            is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
+            if (is_measure or name in ("perf/throughput", "samples/s")) and np.isfinite(value):
+                measures.setdefault(name, []).append(value)
+    return measures
+
+
+def _measures_of_run(run: Run) -> dict[str, float]:
+    """What a run has one of: peaks of memory, and the reward at its end."""
+    rows = list(_rows(run).values())
+    singles: dict[str, float] = {}
+    for name in sorted(
+        {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
+    ):
+        singles[f"{name} (most)"] = max(row[name] for row in rows if name in row)
+    scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    if scores:
+        singles["critic/score/mean (last 10%)"] = float(np.mean(scores[-max(1, len(scores) // 10) :]))
+    validations = [[value for name, value in row.items() if name.startswith("val-core/")] for row in rows]
+    if any(validations):
+        singles["val-core (last)"] = float(np.mean([values for values in validations if values][-1]))
+    return singles
+
+
+def _in_order(measures: set[str]) -> list[str]:
+    operations = in_step_order(name[len(TIMING) :] for name in measures if name.startswith(TIMING))
+    timings = [f"{TIMING}{name}" for name in ("step", *(name for name in operations if name != "step"))]
+    return [*timings, *sorted(measures - set(timings), key=lambda name: (name.startswith(("pool", "over")), name))]
+
+
+# The picture and the page
+
+
+def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
+    """A typical step of each run over the mean times of its operations."""
+    means: dict[str, dict[str, float]] = {name: {} for name in runs}
+    for line in lines:
+        if line.measure.startswith(TIMING):
+            means[line.run][line.measure[len(TIMING) :]] = line.mean
+    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
+    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
+    figure = new_figure(sum(heights_in))
+    above, below = figure.subplots(2, 1, height_ratios=heights_in)
+    _timeline(above, runs)
+    grouped_bars(below, means)
+    return figure
+
+
+def _typical_step(run: Run) -> tuple[int, float, float]:
+    """The step of median duration, its start and its end."""
+    steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
+    by_duration = sorted(steps, key=lambda step: step[2] - step[1])
+    return by_duration[len(by_duration) // 2]
+
+
+def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
+    """The first rank of each pool in a typical step of each run, on one time axis."""
+    places = count()
+    ticks: dict[int, str] = {}
+    typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
+    longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
+    for name, (step, start_s, end_s) in typical.items():
+        heading = next(places)
+        axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
+        for lane in lanes(runs[name].spans, start_s, end_s):
+            if lane.pool == DRIVER or lane.rank > 0:
+                continue
+            place = next(places)
+            ticks[place] = lane.pool
+            axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
+            colors = colors_for(in_step_order({recorded.operation for recorded in lane.spans}))
+            for operation, group in groupby(lane.spans, key=lambda recorded: recorded.operation):
+                bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
+                axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
+                left, right = bars[0][0], sum(bars[-1])
+                if right - left > longest_s * LETTER * (len(operation) + 1):
+                    ink = "white" if colors[operation] in DARK else "black"
+                    axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
+        axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time in the step (s); grey: waiting")
+    axes.set_xlim(left=0)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+svg { width: 100%; height: auto; background: white; border-radius: 6px; }
+table { border-collapse: collapse; } td, th { padding: .15rem .7rem; text-align: left; }
+td:nth-child(n+3):nth-child(-n+6) { text-align: right; font-variant-numeric: tabular-nums; }
+@media (prefers-color-scheme: dark) { body { background: #161616; color: #E6E6E6; } }
+"""
+
+
+def _page(lines: Sequence[Line], svg: str) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line.cells()) for line in lines)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    title = escape(" and ".join(dict.fromkeys(line.run for line in lines)))
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+        f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<table><tr>{head}</tr>\n{body}</table>\n"
+        "<p>Ratios are to the first run. Intervals: bootstrap over steps, the first of which are left out.</p></html>\n"
+    )

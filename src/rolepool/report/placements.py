@@ -1,0 +1,74 @@
+"""One recipe trained under several placements, one after another, each as a process of its own.
+
+Owns the words that name placements, and the processes. Knows runs by the folders they leave.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rolepool.config import load_config
+from rolepool.errors import ConfigError, RolepoolError
+from rolepool.placement.checks import find_problems
+from rolepool.placement.plan import build_plan
+
+NUM_LINES_OF_FAILURE = 10
+
+
+def overrides_of(word: str) -> list[str]:
+    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` a list of overrides."""
+    return re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
+
+
+def run_placements(
+    recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[Path], list[str]]:
+    """Train under each placement. Returns the folders of the runs that succeeded, and why others did not."""
+    placements = {re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word) for word in words}
+    if len(words) < 2 or len(placements) < len(words):
+        raise ConfigError("compare --run: give two placements or more after `--`, such as `-- standard split`")
+    _refuse_what_cannot_run(recipe, overrides, placements)
+    home = _free_folder(Path("runs") / f"compare_{Path(recipe).stem}")
+    folders, failures = [], []
+    for name, placement in placements.items():
+        folder, log = home / name, home / f"{name}.log"
+        keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
+        say(f"training under {name}; its output goes to {log}")
+        with log.open("w", encoding="utf-8") as output:
+            command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        if code == 0:
+            folders.append(folder)
+        else:
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_OF_FAILURE:]
+            failures.append("\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last]))
+    return folders, failures
+
+
+def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: dict[str, list[str]]) -> None:
+    """Before the first run starts, for a recipe may set keys that belong to one of the placements only."""
+    problems: list[str] = []
+    for name, placement in placements.items():
+        try:
+            config = load_config([recipe], [*overrides, *placement]).config
+            found = find_problems(config, build_plan(config))
+        except RolepoolError as error:
+            found = list(error.problems)
+        problems += [f"{recipe} under {name}: {problem}" for problem in found]
+    if problems:
+        raise ConfigError([*problems, f"keys of one placement go after `--` with it, and not into {recipe}"])
+
+
+def _free_folder(wanted: Path) -> Path:
+    """A new folder of that name, or of the next one that is free: no run is mixed with an earlier one."""
+    number = 1
+    folder = wanted
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}_{number}")
+    folder.mkdir(parents=True)
+    return folder

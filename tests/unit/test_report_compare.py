@@ -1,0 +1,256 @@
+"""A comparison says what differs, by how much and whether that is noise; unlike work is not compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from synthetic_runs import write_run
+
+from rolepool.errors import ConfigError
+from rolepool.report.compare import Line, as_table, check_same_work, compare, ratio_of_means, read_runs
+from rolepool.report.logs import read_logs
+from rolepool.report.placements import overrides_of, run_placements
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    home = tmp_path_factory.mktemp("runs")
+    return [write_run(home / "standard", num_steps=20), write_run(home / "split", "split", num_steps=14, seed=1)]
+
+
+def line_of(lines: list[Line], measure: str, run: str) -> Line:
+    (found,) = [line for line in lines if (line.measure, line.run) == (measure, run)]
+    return found
+
+
+# The bootstrap
+
+
+def test_samples_of_one_distribution_are_mostly_within_noise() -> None:
+    generator = np.random.default_rng(0)
+    verdicts = []
+    for _ in range(200):
+        first, other = generator.normal(2.0, 0.2, size=(2, 40))
+        ratio = ratio_of_means(list(first), list(other))
+        assert ratio is not None and ratio.low < ratio.value < ratio.high
+        verdicts.append(ratio.verdict)
+    assert 0.90 <= verdicts.count("within noise") / 200 <= 0.99
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(1.2, "more"), (0.85, "less")])
+def test_a_shift_is_found_and_its_size_lies_in_the_interval(shift: float, verdict: str) -> None:
+    first, other = np.random.default_rng(1).normal(2.0, 0.2, size=(2, 60))
+    ratio = ratio_of_means(list(first), list(other * shift))
+    assert ratio is not None and ratio.verdict == verdict and ratio.low < shift < ratio.high
+
+
+def test_the_same_numbers_give_the_same_interval() -> None:
+    values = list(np.random.default_rng(2).normal(1.0, 0.1, size=30))
+    assert ratio_of_means(values, values[::-1]) == ratio_of_means(values, values[::-1])
+
+
+def test_few_steps_claim_nothing_and_a_zero_mean_has_no_ratio() -> None:
+    few = ratio_of_means([1.0, 1.0, 1.0], [2.0] * 30)
+    assert few is not None and (few.value, few.verdict) == (2.0, "too few steps")
+    assert ratio_of_means([0.0] * 10, [1.0] * 10) is None
+
+
+# The numbers
+
+
+def test_numbers_are_those_of_the_rows_without_warm_up(folders: list[Path]) -> None:
+    lines = compare(read_runs(folders))
+    for folder, num_dropped in zip(folders, (2, 1), strict=True):
+        (log,) = read_logs([folder])
+        values = log.values("timing_s/gen")[1][num_dropped:]
+        line = line_of(lines, "timing_s/gen", folder.name)
+        expected = (np.mean(values), np.median(values), np.quantile(values, 0.95))
+        assert (line.mean, line.p50, line.p95) == pytest.approx(expected)
+
+
+def test_every_measure_asked_for_is_there(folders: list[Path]) -> None:
+    lines = compare(read_runs(folders))
+    measures = {line.measure for line in lines if line.run == "split"}
+    assert {"timing_s/step", "perf/throughput", "samples/s", "overlap/fraction", "overlap/saved_s"} <= measures
+    assert {"pool/critic_pool/busy_fraction", "pool/critic_pool/peak_memory_gb (most)"} <= measures
+    assert lines[0].measure == "timing_s/step" and lines[0].ratio is None
+    samples, step = (line_of(lines, name, "split") for name in ("samples/s", "timing_s/step"))
+    assert samples.mean == pytest.approx(64 / step.mean, rel=0.01)
+    assert line_of(lines, "val-core (last)", "split").mean == pytest.approx(14 / 19)
+    assert line_of(lines, "critic/score/mean (last 10%)", "standard").mean == pytest.approx((19 / 24 + 20 / 25) / 2)
+
+
+def test_a_slower_operation_is_found_and_an_equal_one_is_not(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", num_steps=30, seed=3)
+    two = write_run(tmp_path / "two", num_steps=30, seed=4, slower={"update_actor": 1.5})
+    lines = compare(read_runs([one, two]))
+    slower, equal = (line_of(lines, f"timing_s/{name}", "two").ratio for name in ("update_actor", "ref"))
+    assert slower is not None and slower.verdict == "more" and slower.value == pytest.approx(1.5, rel=0.03)
+    assert equal is not None and equal.verdict == "within noise"
+
+
+def test_a_run_can_be_compared_with_itself(folders: list[Path]) -> None:
+    ratios = [line.ratio for line in compare(read_runs([folders[0], folders[0]])) if line.ratio]
+    assert ratios and {ratio.value for ratio in ratios} == {1.0}
+    assert {ratio.verdict for ratio in ratios} <= {"within noise", "too few steps"}
+
+
+def test_a_run_without_rows_is_refused(tmp_path: Path, folders: list[Path]) -> None:
+    empty = write_run(tmp_path / "empty", num_steps=1)
+    (empty / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"empty: its metrics.jsonl has no row"):
+        compare(read_runs([folders[0], empty]))
+
+
+# Work that differs
+
+
+def test_runs_under_different_placements_do_the_same_work(folders: list[Path]) -> None:
+    check_same_work(read_runs(folders))
+
+
+def test_work_that_differs_is_refused_key_by_key(tmp_path: Path, folders: list[Path]) -> None:
+    changed = ("data.train_batch_size=32", "actor_rollout_ref.rollout.n=2", "trainer.seed=5")
+    other = write_run(tmp_path / "other", num_steps=2, overrides=changed)
+    with pytest.raises(ConfigError) as refused:
+        check_same_work(read_runs([folders[0], other]))
+    assert refused.value.problems == (
+        "data.train_batch_size: the runs' work differs (64 in standard, 32 in other); "
+        "compare all the same with --force",
+        "actor_rollout_ref.rollout.n: the runs' work differs (1 in standard, 2 in other); "
+        "compare all the same with --force",
+    )
+
+
+def test_long_values_that_differ_at_their_end_are_told_apart(tmp_path: Path) -> None:
+    paths = [f"/models/{'x' * 100}/{name}" for name in ("a", "b")]
+    runs = [write_run(tmp_path / path[-1], num_steps=1) for path in paths]
+    for run, path in zip(runs, paths, strict=True):
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(text.replace("recipes/shapes/qwen2.5-0.5b", path))
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
+        check_same_work(read_runs(runs))
+
+
+def test_runs_without_spans_or_without_generation_are_compared_all_the_same(
+    tmp_path: Path, rolepool: Callable[..., Any]
+) -> None:
+    one, two = (write_run(tmp_path / name, num_steps=3) for name in ("one", "two"))
+    (one / "spans.jsonl").unlink()
+    kept = [line for line in (two / "spans.jsonl").read_text().splitlines() if '"operation": "gen"' not in line]
+    (two / "spans.jsonl").write_text("\n".join(kept))
+    assert rolepool("compare", str(one), str(two)).code == 0
+    assert {file.name for file in (tmp_path / "comparison").iterdir()} == {
+        *("comparison.png", "comparison.svg", "comparison.html")
+    }
+
+
+def test_the_command_refuses_such_runs_and_can_be_forced(
+    tmp_path: Path, folders: list[Path], rolepool: Callable[..., Any]
+) -> None:
+    other = write_run(tmp_path / "other", num_steps=6, overrides=("actor_rollout_ref.actor.ppo_epochs=2",))
+    arguments = ("compare", str(folders[0]), str(other), "--output-dir", str(tmp_path / "out"))
+    refused = rolepool(*arguments)
+    assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 2)
+    assert "actor_rollout_ref.actor.ppo_epochs: the runs' work differs (1 in standard, 2 in other)" in refused.err
+    assert rolepool(*arguments, "--force").code == 0
+
+
+# The command
+
+
+def test_the_command_prints_a_table_and_writes_pictures_and_a_page(
+    tmp_path: Path, rolepool: Callable[..., Any]
+) -> None:
+    one = write_run(tmp_path / "a<b>[red]$x$", num_steps=8)
+    two = write_run(tmp_path / "two", "split", num_steps=8)
+    with (two / "spans.jsonl").open("a") as file:
+        file.write('{"step": 9, "oper')
+    ended = rolepool("compare", str(one), str(two), "--output-dir", str(tmp_path / "out"))
+    assert ended.code == 0
+    assert "two: skipped 1 unreadable lines of spans.jsonl" in ended.err
+    assert "a<b>[red]$x$" in ended.out and "timing_s/update_critic" in ended.out and "…" not in ended.out
+    files = {file.suffix: file for file in (tmp_path / "out").iterdir()}
+    assert set(files) == {".png", ".svg", ".html"}
+    assert files[".png"].read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(files[".svg"]).getroot().tag.endswith("svg")
+    page = files[".html"].read_text()
+    assert "a&lt;b&gt;[red]$x$" in page and "a<b>" not in page
+    assert page.count("<svg") == 1 and "pool/critic_pool/busy_fraction" in page
+    assert "src=" not in page and "<script" not in page
+
+
+def test_the_table_names_each_measure_once(folders: list[Path]) -> None:
+    table = as_table(compare(read_runs(folders)))
+    cells = [cell for cell in table.columns[0].cells if cell]
+    assert len(cells) == len(set(cells)) < table.row_count
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["one"],
+        ["nowhere", "nothing"],
+        ["one", "two", "--", "standard"],
+        ["--run", "recipes/demo.yaml", "--", "split"],
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(rolepool: Callable[..., Any], arguments: list[str]) -> None:
+    ended = rolepool("compare", *arguments)
+    assert ended.code == 2 and ended.out == "" and len(ended.err.splitlines()) == 1
+
+
+# Running placements
+
+
+def test_words_are_strategies_or_lists_of_overrides() -> None:
+    assert overrides_of("split") == ["placement.strategy=split"]
+    assert overrides_of("placement.strategy=custom,placement.pools.a=[1,1],placement.roles.actor=a") == [
+        *("placement.strategy=custom", "placement.pools.a=[1,1]", "placement.roles.actor=a")
+    ]
+
+
+def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("placement: {strategy: split, split: {share: 0.5}}\ntrainer: {n_gpus_per_node: 2}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        run_placements(str(recipe), [], ["split", "standard"], say=print)
+    assert any("under standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
+    assert not any("under split" in problem for problem in refused.value.problems)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_recipe_is_trained_under_placements_and_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, rolepool: Callable[..., Any]
+) -> None:
+    from rolepool.data.demo import make_demo
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    make_demo("runs/demo_data")
+    earlier = tmp_path / "runs" / "compare_demo" / "standard"
+    earlier.mkdir(parents=True)
+    steps = ("trainer.total_training_steps=3", "trainer.test_freq=-1")
+    failing = "placement.strategy=split,data.train_files=nowhere.jsonl"
+    ended = rolepool("compare", "--run", str(root / "recipes/demo.yaml"), *steps, "--", "standard", failing, "split")
+    assert ended.code == 2
+    name = "strategy=split_data.train_files=nowhere.jsonl"
+    assert f"error: {name}: training ended with code 2; the end of runs/compare_demo_2/{name}.log:" in ended.err
+    assert "data.train_files" in ended.err.splitlines()[-1]
+    assert "runs/compare_demo_2/comparison/comparison.html" in ended.out.splitlines()
+    (line,) = [
+        line for line in ended.out.splitlines() if "pool/critic_pool/busy_fraction" in line or "samples/s" in line
+    ][:1]
+    assert "standard" in line
+    assert list(earlier.iterdir()) == []
