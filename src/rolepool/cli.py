@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rolepool import __version__
@@ -182,10 +183,61 @@ def demo(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
+def report(arguments: list[str]) -> int:
+    """Write a run's page: timeline, step times, critical path, curves, and what to change. It needs no network."""
+    parser = _run_parser("report", report.__doc__)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run folder")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.html import write_report
+    from rolepool.report.run import read_run
+
+    run = read_run(options.run)
+    print(write_report(run, options.output or run.folder / "report.html"))
+    return EXIT_FINE
+
+
+def watch(arguments: list[str]) -> int:
+    """Show a run's pools, operations and reward in the terminal while it trains, or after it has ended."""
+    parser = _run_parser("watch", watch.__doc__)
+    parser.add_argument("--once", action="store_true", help="print how it stands and exit")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.watch import watch as show_run
+
+    show_run(options.run, once=options.once)
+    return EXIT_FINE
+
+
+def trace(arguments: list[str]) -> int:
+    """Write a run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+    parser = _run_parser("trace", trace.__doc__)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: trace.json in the run folder")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.run import read_run
+    from rolepool.report.trace import write_trace
+
+    run = read_run(options.run)
+    target = Path(options.output) if options.output else run.folder / "trace.json"
+    write_trace(run, target)
+    print(target)
+    return EXIT_FINE
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
+    "report": (report, "one HTML page about a run: timeline, critical path, curves, what to change"),
+    "watch": (watch, "a run in the terminal, while it trains or after"),
+    "trace": (trace, "a run's spans for Perfetto"),
     "demo": (demo, "make the files of the embedded demo"),
 }
 
@@ -208,6 +260,12 @@ def _parser(name: str, summary: str | None, words: str = "FILE or key=value") ->
         metavar=words.replace(", ", "|").replace(" or ", "|"),
         help=f"{words}; files first, then overrides",
     )
+    return parser
+
+
+def _run_parser(name: str, summary: str | None) -> _Parser:
+    parser = _Parser(prog=f"rolepool {name}", description=summary, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="the run folder, such as runs/demo")
     return parser
 
 

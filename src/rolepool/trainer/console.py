@@ -6,16 +6,13 @@ Owns the text. Every number comes from a row of metrics.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rolepool.metrics.run_folder import console_line
-
-BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 60
+from rolepool.metrics.sparkline import sparkline
 
 
 class TrainingConsole:
@@ -67,11 +64,3 @@ class TrainingConsole:
             lines.append(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
         lines.append(f"run folder: {run_folder}")
         return "\n".join(lines)
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
-    low, high = min(0.0, *values), max(1.0, *values)
-    groups = [values[len(values) * i // CURVE_WIDTH : len(values) * (i + 1) // CURVE_WIDTH] for i in range(CURVE_WIDTH)]
-    means = [sum(group) / len(group) for group in groups if group]
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
