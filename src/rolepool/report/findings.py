@@ -1,6 +1,6 @@
 """What a run's numbers say, in plain words, and which key to change.
 
-Owns when something is worth saying. Every finding carries the numbers it rests on, all of them in the summary.
+Owns when something is worth saying. Every finding carries the numbers it rests on, all of them in the report.
 """
 
 from __future__ import annotations
@@ -15,188 +15,58 @@ from pydantic import ValidationError
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.spans import DRIVER
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
 from rolepool.report.run import Run
-from rolepool.report.summary import HAND_OVER, Summary, replayed_step_s
+from rolepool.report.summary import ByStep, Summary, replayed_step_s
 
-IDLE_FRACTION = 0.3
-WORTH_CHANGING = 0.02
-"""A new division must save this fraction of a step, or it is not named."""
-IMBALANCE_FRACTION = 0.05
-HAND_OVER_FRACTION = 0.05
+IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
+"""Fractions of a step from which something is said; a change must save the last to be named."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
 SLOW_FIRST_STEP = 1.5
 
-PASS_SIZE_KEYS = {
+MEMORY_KEYS = {
     Role.Actor: "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     Role.Critic: "critic.ppo_micro_batch_size_per_gpu",
     Role.RefPolicy: "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     Role.RewardModel: "reward_model.micro_batch_size_per_gpu",
     Role.Rollout: "actor_rollout_ref.rollout.gpu_memory_utilization",
 }
-"""The key that sets how much memory a role's passes take; a pool is given that of its first role here."""
+"""What decides how much memory a role needs; of a pool's roles the first here counts."""
+BALANCE_KEYS = {
+    "old_log_prob": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "update_actor": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    "values": "critic.use_dynamic_bsz",
+    "update_critic": "critic.use_dynamic_bsz",
+    "reward": "reward_model.use_dynamic_bsz",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence or two, the numbers in it, and the keys (with a value where one follows) to change."""
+    """A sentence or two, the numbers in it, and the keys to change, with a value where the numbers give one."""
 
     text: str
     numbers: dict[str, float]
     keys: tuple[str, ...]
 
 
-def find(run: Run, summary: Summary, grouped: Mapping[int, list[Recorded]]) -> list[Finding]:
+def find(run: Run, summary: Summary, grouped: ByStep) -> list[Finding]:
     """Everything worth saying about a run."""
     if not summary.steps:
         return []
     return [
-        *_idle_pools(run, summary, grouped),
+        *_idle_pool(run, summary, grouped),
         *_imbalance(run, summary),
         *_hand_overs(summary),
-        *_memory(run, summary),
+        *_memory(run),
         *_overlap(summary),
         *_first_step(summary),
     ]
-
-
-def _idle_pools(run: Run, summary: Summary, grouped: Mapping[int, list[Recorded]]) -> Iterator[Finding]:
-    """Pools of GPUs that have little to do while another works."""
-    planned = run.plan.pools if run.plan is not None else {}
-    uses = {name: summary.pools[name] for name in planned if name in summary.pools}
-    for name, use in uses.items():
-        idle = 1 - use.busy_fraction
-        is_idlest = idle == max(1 - other.busy_fraction for other in uses.values())
-        if len(uses) < 2 or idle < IDLE_FRACTION or not is_idlest:
-            continue
-        said = f"{name} was idle {idle:.0%} of the time"
-        numbers = {"idle_fraction": idle, "step_s": summary.step_s}
-        assert run.plan is not None
-        divisions = list(_divisions(run.plan))
-        better = _best_division(run, summary, grouped)
-        if better is not None:
-            override, step_s, counts, problem = better
-            yield Finding(
-                f"{said}: divide the GPUs {counts} ({override}). Step time by linear scaling of the measured spans: "
-                f"{step_s:.3g} s instead of {summary.step_s:.3g} s (an estimate){problem}.",
-                {**numbers, "estimated_step_s": step_s},
-                (override,),
-            )
-        elif divisions:
-            yield Finding(
-                f"{said}, and by linear scaling of the measured spans no other division of the GPUs makes a step "
-                "shorter: one pool for everything has nothing idle.",
-                numbers,
-                ("placement.strategy=standard",),
-            )
-        elif set(planned) == {ACTOR_POOL, CRITIC_POOL} and all(pool.share == 1 for pool in planned.values()):
-            yield Finding(
-                f"{said}, and with so few GPUs there is no other division: put everything in one pool, or both pools "
-                "on the same GPUs.",
-                numbers,
-                ("placement.strategy=standard", "placement.split.share=0.5"),
-            )
-        else:
-            yield Finding(
-                f"{said}: give it fewer GPUs, or one more role.", numbers, ("placement.pools", "placement.strategy")
-            )
-
-
-def _divisions(plan: Plan) -> Iterator[tuple[str, Any, str, dict[str, float]]]:
-    """Other ways to divide a split's GPUs: key, value, the division in words, and the scale of each pool's spans."""
-    pools = plan.pools
-    if set(pools) != {ACTOR_POOL, CRITIC_POOL} or any(pool.share != 1 for pool in pools.values()):
-        return
-    actor, critic = pools[ACTOR_POOL].counts_by_node, pools[CRITIC_POOL].counts_by_node
-    if len({*actor.values()}) > 1 or len({*critic.values()}) > 1:
-        return
-    if actor.keys().isdisjoint(critic):
-        key, now, rest, unit = "placement.split.actor_nodes", len(actor), len(critic), "nodes"
-    else:
-        now, rest = max(actor.values()), max(critic.values())
-        key, unit = "placement.split.actor_gpus_per_node", "of every node"
-    for new in range(1, now + rest):
-        left = now + rest - new
-        if new != now:
-            yield key, new, f"{new}:{left} {unit}", {ACTOR_POOL: now / new, CRITIC_POOL: rest / left}
-
-
-def _best_division(
-    run: Run, summary: Summary, grouped: Mapping[int, list[Recorded]]
-) -> tuple[str, float, str, str] | None:
-    """The division with the shortest step, one that the config allows before one that it does not."""
-    now = replayed_step_s(grouped, {})
-    assert run.plan is not None
-    found = []
-    for key, value, words, scales in _divisions(run.plan):
-        then = replayed_step_s(grouped, scales)
-        if now and then is not None and then < now * (1 - WORTH_CHANGING):
-            problem = _problem_with(run, key, value)
-            found.append((bool(problem), then / now * summary.step_s, f"{key}={value}", words, problem))
-    if not found:
-        return None
-    _, step_s, override, words, problem = min(found)
-    return override, step_s, f"{words} (actor:critic)", f"; it needs another change, too: {problem}" if problem else ""
-
-
-def _problem_with(run: Run, key: str, value: Any) -> str:
-    """The first thing that `rolepool plan` would say about a changed config."""
-    changed = copy.deepcopy(run.config)
-    *parents, leaf = key.split(".")
-    section = changed
-    try:
-        for parent in parents:
-            section = section[parent]
-        section[leaf] = value
-        config = Config.model_validate(changed)
-        plan = build_plan(config)
-        return next(iter(find_problems(config, plan)), "")
-    except (KeyError, TypeError, ValidationError, RolepoolError) as error:
-        return str(error).splitlines()[0]
-
-
-def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
-    for pool, use in summary.pools.items():
-        for operation, mean_s in use.imbalance_s.items():
-            others = use.num_ranks - 1
-            waited_s = mean_s * use.num_ranks / max(1, others)
-            if waited_s < IMBALANCE_FRACTION * summary.step_s:
-                continue
-            ranks = f"the other {others} ranks" if others > 1 else "the other rank"
-            yield Finding(
-                f"In {operation} the slowest rank of {pool} kept {ranks} waiting {waited_s:.3g} s of every step "
-                f"({waited_s / summary.step_s:.0%}): {_imbalance_words(operation)}.",
-                {"waited_s": waited_s, "waited_fraction": waited_s / summary.step_s, "step_s": summary.step_s},
-                (_imbalance_key(run.config, operation),),
-            )
-
-
-def _imbalance_words(operation: str) -> str:
-    generates = operation in ("gen", "baseline", "testing")
-    return "its longest sequence decides" if generates else "even out the tokens of its ranks"
-
-
-def _imbalance_key(config: Mapping[str, Any], operation: str) -> str:
-    """What makes the ranks of an operation more alike and is not in force yet."""
-    dynamic = {
-        "old_log_prob": "actor_rollout_ref.actor.use_dynamic_bsz",
-        "update_actor": "actor_rollout_ref.actor.use_dynamic_bsz",
-        "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-        "values": "critic.use_dynamic_bsz",
-        "update_critic": "critic.use_dynamic_bsz",
-        "reward": "reward_model.use_dynamic_bsz",
-    }
-    if operation not in dynamic:
-        return "data.max_response_length"
-    for key in ("trainer.balance_batch", dynamic[operation]):
-        if value_at(config, key) is False:
-            return f"{key}=true"
-    return "data.train_batch_size"
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:
@@ -207,35 +77,127 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def _idle_pool(run: Run, summary: Summary, grouped: ByStep) -> Iterator[Finding]:
+    """The pool of GPUs that has least to do while another works."""
+    pools = [name for name in run.plan.pools if name in summary.pools] if run.plan is not None else []
+    if run.plan is None or len(pools) < 2:
+        return
+    name = min(pools, key=lambda pool: summary.pools[pool].busy_fraction)
+    idle = 1 - summary.pools[name].busy_fraction
+    if idle < IDLE:
+        return
+    said, numbers = f"{name} was idle {idle:.0%} of the time", {"idle_fraction": idle, "step_s": summary.step_s}
+    now_s = replayed_step_s(grouped, {}) or 0.0
+    then_s = {override: replayed_step_s(grouped, scales) or now_s for override, scales in _divisions(run.plan)}
+    shorter = [override for override in then_s if then_s[override] < now_s * (1 - SAVED)]
+    if shorter:
+        # One that the config allows as it is goes before one that needs another change, too.
+        best = min(shorter, key=lambda override: (bool(_problem_with(run, override)), then_s[override]))
+        problem, estimate_s = _problem_with(run, best), then_s[best] / now_s * summary.step_s
+        yield Finding(
+            f"{said}. With {best} a step would take {estimate_s:.3g} s instead of {summary.step_s:.3g} s, by linear "
+            "scaling of the measured spans (an estimate)."
+            + (f" It needs another change, too: {problem}." if problem else ""),
+            {**numbers, "estimated_step_s": estimate_s},
+            (best,),
+        )
+    elif run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
+        yield Finding(
+            f"{said}, and no other division of these GPUs makes a step shorter (by linear scaling of the measured "
+            "spans). One pool for all roles leaves no GPU idle; pools that share GPUs fill each other's gaps.",
+            numbers,
+            ("placement.strategy=standard", "placement.split.share=0.5"),
+        )
+    else:
+        yield Finding(f"{said}: give it fewer GPUs, or another role as well.", numbers, ("placement.pools",))
+
+
+def _divisions(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+    """Other ways to divide the GPUs of a split, and what each makes of the time of calls on a pool."""
+    if plan.pools.keys() != {ACTOR_POOL, CRITIC_POOL} or any(pool.share != 1 for pool in plan.pools.values()):
+        return
+    actor, critic = plan.pools[ACTOR_POOL].counts_by_node, plan.pools[CRITIC_POOL].counts_by_node
+    if len({*actor.values()}) > 1 or len({*critic.values()}) > 1:
+        return
+    if actor.keys().isdisjoint(critic):
+        key, mine, rest = "placement.split.actor_nodes", len(actor), len(critic)
+    else:
+        key, mine, rest = "placement.split.actor_gpus_per_node", max(actor.values()), max(critic.values())
+    for new in range(1, mine + rest):
+        if new != mine:
+            yield f"{key}={new}", {ACTOR_POOL: mine / new, CRITIC_POOL: rest / (mine + rest - new)}
+
+
+def _problem_with(run: Run, override: str) -> str:
+    """The first thing that `rolepool plan` would say to the config with this change; "" where it would say nothing."""
+    key, _, value = override.partition("=")
+    *parents, leaf = key.split(".")
+    changed = copy.deepcopy(run.config)
+    try:
+        value_at(changed, ".".join(parents))[leaf] = int(value)
+        config = Config.model_validate(changed)
+        return next(iter(find_problems(config, build_plan(config))), "")
+    except (TypeError, ValidationError, RolepoolError) as error:
+        return str(error).splitlines()[0]
+
+
+def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
+    for pool, use in summary.pools.items():
+        for (kind, _, operation), mean_s in use.waits_s.items():
+            others = max(1, use.num_ranks - 1)
+            waited_s = mean_s * use.num_ranks / others
+            if kind == "imbalance" and waited_s > IMBALANCE * summary.step_s:
+                yield Finding(
+                    f"In {operation} the slowest rank of {pool} kept the other{f' {others}' if others > 1 else ''} "
+                    f"waiting {waited_s:.3g} s of every step ({waited_s / summary.step_s:.0%}).",
+                    {"waited_s": waited_s, "step_s": summary.step_s},
+                    (_balance_key(run.config, operation),),
+                )
+
+
+def _balance_key(config: Mapping[str, Any], operation: str) -> str:
+    """What makes an operation's ranks more alike and is not in force yet; generation's lengths are not known before."""
+    if operation not in BALANCE_KEYS:
+        return "data.max_response_length"
+    unset = [key for key in ("trainer.balance_batch", BALANCE_KEYS[operation]) if value_at(config, key) is False]
+    return f"{unset[0]}=true" if unset else "data.train_batch_size"
+
+
 def _hand_overs(summary: Summary) -> Iterator[Finding]:
-    handed_s = summary.path_s.get((HAND_OVER, ""), 0.0)
+    handed_s = summary.path_s.get(("", ""), 0.0)
     driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
     share = (handed_s + driver_s) / summary.step_s if summary.step_s else 0.0
-    if share > HAND_OVER_FRACTION:
+    if share > HAND_OVER:
         yield Finding(
             f"{share:.0%} of a step's critical path is the driver ({driver_s:.3g} s) and handing over between calls "
-            f"({handed_s:.3g} s), not work on a GPU. Larger batches spread it over more tokens.",
+            f"({handed_s:.3g} s), not work in a pool. Larger batches spread it over more tokens.",
             {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s},
             ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
         )
 
 
-def _memory(run: Run, summary: Summary) -> Iterator[Finding]:
-    for pool, memory in summary.memory.items():
-        left = 1 - memory.used_fraction
-        planned = run.plan.pools.get(pool) if run.plan is not None else None
-        if planned is None or LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
+def _memory(run: Run) -> Iterator[Finding]:
+    """Of each pool's fullest GPU, where the monitor says how much it has."""
+    gpus = [gpu for sample in run.monitor for gpu in sample["gpus"] if gpu.get("memory_total_bytes")]
+    for name, pool in run.plan.pools.items() if run.plan is not None else ():
+        mine = [
+            (gpu["memory_bytes"] / 2**30, gpu["memory_total_bytes"] / 2**30) for gpu in gpus if name in gpu["pools"]
+        ]
+        used, total = max(mine, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
+        left = 1 - used / total if total else LITTLE_MEMORY_LEFT
+        if LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
             continue
-        key = next(key for role, key in PASS_SIZE_KEYS.items() if role in planned.roles)
-        used = f"{pool} used {memory.used_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB of a GPU at most"
-        risk = f"{used}, which leaves {left:.1%}: a longer batch may run out of memory. Make its passes smaller."
-        room = f"{used}: {left:.0%} is free. Larger passes are faster while they fit."
-        numbers = {"used_gib": memory.used_bytes / 2**30, "total_gib": memory.total_bytes / 2**30}
-        yield Finding(risk if left < LITTLE_MEMORY_LEFT else room, numbers, (key,))
+        risk, room = "a longer batch may not fit; make passes smaller", "larger passes are faster while they fit"
+        yield Finding(
+            f"{name} used at most {used:.1f} of a GPU's {total:.1f} GiB, {left:.0%} was free: "
+            f"{risk if left < LITTLE_MEMORY_LEFT else room}.",
+            {"used_gib": used, "total_gib": total},
+            (next(key for role, key in MEMORY_KEYS.items() if role in pool.roles),),
+        )
 
 
 def _overlap(summary: Summary) -> Iterator[Finding]:
-    if summary.saved_s > WORTH_CHANGING * summary.step_s:
+    if summary.saved_s > SAVED * summary.step_s:
         yield Finding(
             f"Pools working at the same time saved {summary.saved_s:.3g} s a step, which took {summary.step_s:.3g} s.",
             {"saved_s": summary.saved_s, "step_s": summary.step_s},
@@ -244,14 +206,12 @@ def _overlap(summary: Summary) -> Iterator[Finding]:
 
 
 def _first_step(summary: Summary) -> Iterator[Finding]:
-    first, *others = summary.step_times
-    if not others:
-        return
-    first_s, usual_s = summary.step_times[first], statistics.median(summary.step_times[step] for step in others)
+    first_s, *others = summary.step_times.values()
+    usual_s = statistics.median(others) if others else first_s
     if first_s > SLOW_FIRST_STEP * usual_s:
         yield Finding(
-            f"Step {first} took {first_s:.3g} s, the others {usual_s:.3g} s (median): it warms up, and averages here "
-            "leave it out. Compare runs of several steps.",
+            f"The first step took {first_s:.3g} s, the others {usual_s:.3g} s (median): it warms up, so averages leave "
+            "it out. Compare runs of several steps.",
             {"first_s": first_s, "median_s": usual_s},
             ("trainer.total_training_steps",),
         )

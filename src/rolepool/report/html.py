@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,23 @@ from rolepool.metrics.analysis import Recorded, Timeline, lanes, step_bounds
 from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
 from rolepool.report.findings import find, value_at
 from rolepool.report.run import Run
-from rolepool.report.summary import HAND_OVER, Summary, around, by_step, summarise
+from rolepool.report.summary import ByStep, around, by_step, summarise
 
 MAX_POINTS = 500
 MAX_SPANS = 20_000
-MAX_SELECTED_STEPS = 40
+MAX_STEPS_SHOWN = 40
+"""In the timeline, of a run with more than `MAX_SPANS` spans."""
 
 CURVES = {
-    "Reward": ("critic/score/mean", "critic/rewards/mean", "val-core/"),
+    "Reward": ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
     "KL": ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"),
     "Response length (tokens)": ("response_length/mean", "response_length/max"),
     "Loss": ("actor/pg_loss", "critic/vf_loss"),
     "Entropy": ("actor/entropy",),
     "Tokens per second and GPU": ("perf/throughput",),
 }
-"""Charts, and the metrics in them: names, or prefixes that end in a slash."""
+
+Bounds = Mapping[int, tuple[float, float]]
 
 
 def write_report(run: Run, path: str | Path) -> Path:
@@ -53,117 +55,111 @@ def write_report(run: Run, path: str | Path) -> Path:
 def render(run: Run) -> str:
     """The page. With `<` escaped, no text in the data can end the script element or open a comment."""
     template = resources.files("rolepool.report").joinpath("template.html").read_text(encoding="utf-8")
-    data = json.dumps(_finite(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_plain(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("__DATA__", data)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds: no number (a diverged loss) becomes null, and figures lose the digits that nobody can see."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def page_data(run: Run) -> dict[str, Any]:
     """Everything on the page."""
-    grouped = by_step(run.spans)
-    summary = summarise(run, grouped)
-    operations = in_step_order({recorded.operation for recorded in run.spans})
-    colors = colors_for(in_step_order({*operations, *_timings(run.rows)}))
+    grouped, bounds = by_step(run.spans), step_bounds(run.spans)
+    summary = summarise(grouped, bounds)
+    rows = _merged(run.rows)
+    operations = in_step_order({recorded.operation for recorded in run.spans} | {*_timings(rows)})
+    path = sorted(summary.path_s.items(), key=lambda item: -item[1])
     return {
         "name": run.name,
         "skipped": [f"skipped {count} unreadable lines of {file}" for file, count in run.skipped.items()],
-        "colors": colors,
+        "operations": operations,
+        "colors": colors_for(operations),
         "wait_colors": WAIT_COLORS,
         "series_colors": SERIES_COLORS,
-        "num_steps": len(summary.step_times),
+        "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
-        "findings": [asdict(finding) for finding in find(run, summary, grouped)],
-        "plan": _plan(run),
+        "findings": [vars(finding) for finding in find(run, summary, grouped)],
+        "pools": [
+            {
+                "pool": name,
+                "num_ranks": use.num_ranks,
+                "busy_s": use.busy_s,
+                "waits_s": [(*waited_for, seconds) for waited_for, seconds in use.waits_s.items()],
+            }
+            for name, use in summary.pools.items()
+        ],
+        "path": [(pool, operation, seconds) for (pool, operation), seconds in path],
+        "timeline": _timeline(grouped, bounds, operations),
+        "breakdown": _breakdown(rows),
+        "usage": _monitored(run.monitor) or _peak_memory(run.spans),
+        "curves": _curves(rows),
+        "plan": [
+            (name, ", ".join(pool.roles), " ".join(f"{slot.node}:{slot.gpu}" for slot in pool.slots), show(pool.share))
+            for name, pool in (run.plan.pools.items() if run.plan is not None else ())
+        ],
         "config": _changed_config(run.config),
-        "pools": [{"pool": name, **vars(use), "total_s": use.total_s} for name, use in summary.pools.items()],
-        "path": _path(summary),
-        "timeline": _timeline(grouped, step_bounds(run.spans), operations),
-        "breakdown": _breakdown(run.rows),
-        "usage": _monitored(run) or _from_spans(run, summary),
-        "curves": _curves(run.rows),
     }
 
 
-def _finite(value: Any) -> Any:
-    """Plain JSON: what is no number (a diverged loss) becomes null, and figures lose digits that nobody can see."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _plan(run: Run) -> list[dict[str, str]]:
-    pools = run.plan.pools if run.plan is not None else {}
-    return [
-        {
-            "pool": name,
-            "roles": ", ".join(pool.roles),
-            "share": show(pool.share),
-            "slots": "; ".join(
-                f"node {node}: " + ",".join(str(slot.gpu) for slot in pool.slots if slot.node == node)
-                for node in pool.counts_by_node
-            ),
-        }
-        for name, pool in pools.items()
-    ]
-
-
 def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value and default of what differs; a default that follows another key is that key's value."""
-
-    def resolve(default: Any) -> Any:
-        if not isinstance(default, str):
-            return list(default) if isinstance(default, tuple) else default
-        whole = re.fullmatch(r"\$\{([^}]+)\}", default)
-        if whole:
-            return value_at(config, whole[1])
-        return re.sub(r"\$\{([^}]+)\}", lambda match: str(value_at(config, match[1])), default)
-
-    pairs = [(path, value_at(config, path), resolve(key.default)) for path, key in all_keys().items()]
-    return [(path, show(value), show(default)) for path, value, default in pairs if value != default]
-
-
-def _path(summary: Summary) -> list[dict[str, Any]]:
-    return [
-        {"pool": pool, "operation": operation, "seconds": seconds, "share": seconds / summary.step_s}
-        for (pool, operation), seconds in summary.path_s.items()
-        if pool != HAND_OVER or seconds > 0
-    ]
+    """Key, value and default of what differs; `${...}` in a default stands for the value of another key."""
+    changed = []
+    for path, key in all_keys().items():
+        value, default = value_at(config, path), key.default
+        if isinstance(default, str) and "${" in default:
+            default = re.sub(r"\$\{([^}]+)\}", lambda match: show(value_at(config, match[1])), default)
+        if show(value) != show(default):
+            changed.append((path, show(value), show(default)))
+    return changed
 
 
 # Binned over steps or time
 
 
-def _binned(x: Sequence[float], y: Sequence[float]) -> dict[str, list[float]]:
+def _binned(points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
     """At most `MAX_POINTS` points: the mean x of each, and the least, mean and most y."""
-    if not x:
+    if not points:
         return {"x": [], "min": [], "mean": [], "max": []}
+    x, y = np.asarray(points, dtype=float).T
     starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
     sizes = np.diff([*starts, len(x)])
-    values = np.asarray(y, dtype=float)
-    return {
-        "x": (np.add.reduceat(np.asarray(x, dtype=float), starts) / sizes).tolist(),
-        "min": np.minimum.reduceat(values, starts).tolist(),
-        "mean": (np.add.reduceat(values, starts) / sizes).tolist(),
-        "max": np.maximum.reduceat(values, starts).tolist(),
+    found = {
+        "x": np.add.reduceat(x, starts) / sizes,
+        "min": np.minimum.reduceat(y, starts),
+        "mean": np.add.reduceat(y, starts) / sizes,
+        "max": np.maximum.reduceat(y, starts),
     }
+    return {name: values.tolist() for name, values in found.items()}
 
 
-def _series(rows: Iterable[Mapping[str, float]], name: str) -> dict[str, list[float]]:
-    points = [(row["step"], row[name]) for row in rows if name in row]
-    return _binned([step for step, _ in points], [value for _, value in points])
+def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    lines = [{"name": name, **_binned(points)} for name, points in series.items()]
+    return {"title": title, "x_label": x_label, "series": lines}
+
+
+def _merged(rows: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    """One row a step: a validation's row joins its step's."""
+    merged: dict[float, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        merged[row["step"]].update(row)
+    return [merged[step] for step in sorted(merged)]
 
 
 def _curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = dict.fromkeys(name for row in rows for name in row)
     charts = []
-    for title, wanted in CURVES.items():
-        found = [name for name in names if name in wanted or name.startswith(tuple(w for w in wanted if w[-1] == "/"))]
-        if found:
-            series = [{"name": name, **_series(rows, name)} for name in found]
-            charts.append({"title": title, "x_label": "step", "series": series})
-    return charts
+    for title, patterns in CURVES.items():
+        wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
+        series = {name: [(row["step"], row[name]) for row in rows if name in row] for name in wanted}
+        charts.append(_chart(title, "step", series))
+    return [chart for chart in charts if chart["series"]]
 
 
 def _timings(rows: Iterable[Mapping[str, float]]) -> list[str]:
@@ -174,135 +170,96 @@ def _timings(rows: Iterable[Mapping[str, float]]) -> list[str]:
 
 def _breakdown(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Seconds of each operation a step, and of the step. Operations that overlap add up to more than it."""
-    merged: dict[float, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        merged[row["step"]].update(row)
-    steps = [row for row in merged.values() if "timing_s/step" in row]
-    operations = _timings(steps)
+    steps = [row for row in rows if "timing_s/step" in row]
     bars = {
-        name: _binned([row["step"] for row in steps], [row.get(f"timing_s/{name}", 0.0) for row in steps])["mean"]
-        for name in operations
+        name: _binned([(row["step"], row.get(f"timing_s/{name}", 0.0)) for row in steps])["mean"]
+        for name in _timings(steps)
     }
-    return {"operations": bars, "step": _series(steps, "timing_s/step")}
+    return {"operations": bars, "step": _binned([(row["step"], row["timing_s/step"]) for row in steps])}
 
 
-def _monitored(run: Run) -> list[dict[str, Any]]:
-    """Utilization and memory by pool over time, as the monitor saw them: of GPUs, or of processes where there are
-    none."""
-    samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for sample in run.monitor:
-        use: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for gpu in sample.get("gpus", ()):
-            for pool in gpu.get("pools", ()):
-                use[pool].append((gpu["utilization"], gpu["memory_bytes"]))
-        for process in sample.get("processes", ()) if not use else ():
-            use[process["pool"]].append((process["cpu_percent"], process["memory_bytes"]))
-        for pool, pairs in use.items():
-            utilization = sum(pair[0] for pair in pairs) / len(pairs)
-            samples[pool].append((sample["time_s"], utilization, max(pair[1] for pair in pairs) / 2**30))
-    first_s = min((sample["time_s"] for sample in run.monitor), default=0.0)
+def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Utilization and memory of pools over time: of their GPUs, or of their processes where there are no GPUs."""
+    utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    first_s = min((sample["time_s"] for sample in monitor), default=0.0)
+    for sample in monitor:
+        seen = [(pool, gpu["utilization"], gpu) for gpu in sample["gpus"] for pool in gpu["pools"]]
+        seen = seen or [(process["pool"], process["cpu_percent"], process) for process in sample["processes"]]
+        for pool in {pool for pool, _, _ in seen}:
+            mine = [(percent, device["memory_bytes"] / 2**30) for other, percent, device in seen if other == pool]
+            time_s = sample["time_s"] - first_s
+            utilization[pool].append((time_s, sum(percent for percent, _ in mine) / len(mine)))
+            memory[pool].append((time_s, max(used for _, used in mine)))
     titles = ("Utilization (%), mean of a pool's ranks", "Memory (GiB), most of a pool's ranks")
-    return _usage_charts(samples, titles, "seconds", first_s)
+    charts = [_chart(title, "seconds", series) for title, series in zip(titles, (utilization, memory), strict=True)]
+    return charts if utilization else []
 
 
-def _from_spans(run: Run, summary: Summary) -> list[dict[str, Any]]:
-    """The same by step, from what the spans say."""
-    busy_s: dict[tuple[str, int], float] = defaultdict(float)
-    peak: dict[tuple[str, int], int] = defaultdict(int)
-    for step, _, span in run.spans:
-        busy_s[span.pool, step] += span.duration_s
-        peak[span.pool, step] = max(peak[span.pool, step], span.peak_memory_bytes)
-    samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for (pool, step), seconds in sorted(busy_s.items()):
-        if pool in summary.pools and summary.step_times.get(step):
-            busy = 100 * seconds / (summary.step_times[step] * summary.pools[pool].num_ranks)
-            samples[pool].append((step, busy, peak[pool, step] / 2**30))
-    return _usage_charts(samples, ("Busy (%), mean of a pool's ranks", "Peak memory of a call (GiB)"), "step", 0.0)
-
-
-def _usage_charts(
-    samples: Mapping[str, Sequence[tuple[float, float, float]]], titles: Sequence[str], x_label: str, first: float
-) -> list[dict[str, Any]]:
-    charts = []
-    for column, title in enumerate(titles, 1):
-        series = [
-            {"name": pool, **_binned([point[0] - first for point in points], [point[column] for point in points])}
-            for pool, points in samples.items()
-        ]
-        charts.append({"title": title, "x_label": x_label, "series": series})
-    return charts if samples else []
+def _peak_memory(spans: Iterable[Recorded]) -> list[dict[str, Any]]:
+    peaks: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for step, _, span in spans:
+        peaks[span.pool][step] = max(peaks[span.pool][step], span.peak_memory_bytes / 2**30)
+    series = {pool: sorted(by_step.items()) for pool, by_step in peaks.items() if any(by_step.values())}
+    return [_chart("Peak memory of a call (GiB)", "step", series)] if series else []
 
 
 # Timeline
 
 
-def _timeline(
-    grouped: Mapping[int, list[Recorded]], bounds: Mapping[int, tuple[float, float]], operations: Sequence[str]
-) -> dict[str, Any]:
-    """Windows of whole steps next to each other; all steps where they are few enough."""
+def _timeline(grouped: ByStep, bounds: Bounds, operations: Sequence[str]) -> dict[str, Any]:
+    """Windows of steps that follow each other; one window where all steps are shown."""
     chosen = _choose_steps(grouped, bounds)
     windows: list[list[int]] = []
     for step in sorted(chosen):
-        if windows and step == windows[-1][-1] + 1:
-            windows[-1].append(step)
-        else:
-            windows.append([step])
+        if not windows or step != windows[-1][-1] + 1:
+            windows.append([])
+        windows[-1].append(step)
     shown = []
     for steps in windows:
-        spans, (start_s, end_s) = around(grouped, steps[0], steps[-1]), (bounds[steps[0]][0], bounds[steps[-1]][1])
-        made = _window(spans, start_s, end_s, operations, MAX_SPANS)
-        made["starts"] = [(step, bounds[step][0] - start_s) for step in steps]
-        label = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        first, last = steps[0], steps[-1]
         why = ", ".join(dict.fromkeys(chosen[step] for step in steps))
-        shown.append({"label": f"{label} ({why})", **made})
-    return {"operations": operations, "windows": shown, "num_steps": len(bounds), "num_shown": len(chosen)}
+        label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
+        starts = [(step, bounds[step][0] - bounds[first][0]) for step in steps]
+        window = _window(around(grouped, first, last), bounds[first][0], bounds[last][1], operations)
+        shown.append({"label": label, "starts": starts, **window})
+    return {"windows": shown, "num_shown": len(chosen)}
 
 
-def _choose_steps(grouped: Mapping[int, list[Recorded]], bounds: Mapping[int, tuple[float, float]]) -> dict[int, str]:
+def _choose_steps(grouped: ByStep, bounds: Bounds) -> dict[int, str]:
     """The steps to show, and why each: all, or the slowest, the median one, and as many first and last as fit."""
     steps = sorted(bounds)
     if sum(len(grouped[step]) for step in steps) <= MAX_SPANS:
         return dict.fromkeys(steps, "all")
     by_length = sorted(steps, key=lambda step: bounds[step][1] - bounds[step][0])
-    ends = [
-        pair for first, last in zip(steps, reversed(steps), strict=True) for pair in ((first, "first"), (last, "last"))
-    ]
-    wanted = [(steps[0], "first"), (by_length[-1], "slowest"), (by_length[len(steps) // 2], "median"), *ends]
+    wanted = [(steps[0], "first"), (by_length[-1], "slowest"), (by_length[len(steps) // 2], "median")]
+    for first, last in zip(steps, reversed(steps), strict=True):
+        wanted += [(last, "last"), (first, "first")]
     chosen: dict[int, str] = {}
     room = MAX_SPANS
-    for step, why in wanted:
-        room -= len(grouped[step]) if step not in chosen else 0
-        if (room < 0 and chosen) or len(chosen) == MAX_SELECTED_STEPS:
-            break
-        chosen.setdefault(step, why)
+    for step, why in wanted[: 2 * MAX_STEPS_SHOWN]:
+        if step not in chosen and (room >= len(grouped[step]) or not chosen) and len(chosen) < MAX_STEPS_SHOWN:
+            chosen[step] = why
+            room -= len(grouped[step])
     return chosen
 
 
-def _window(
-    spans: Sequence[Recorded], start_s: float, end_s: float, operations: Sequence[str], most: int
-) -> dict[str, Any]:
+def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[str]) -> dict[str, Any]:
     """Lanes with spans and waits, times from the start. Spans are whole where the window cuts them; lanes are left out
-    once there are too many spans."""
-    mine: dict[tuple[str, int], list[Recorded]] = defaultdict(list)
-    for recorded in spans:
-        if recorded.span.end_s > start_s and recorded.span.start_s < end_s:
-            mine[recorded.span.pool, recorded.span.rank].append(recorded)
+    when one step alone has too many spans."""
+    boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
+    for step, operation, span in spans:
+        if span.end_s > start_s and span.start_s < end_s:
+            times = (span.start_s - start_s, span.duration_s)
+            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes)
+            boxes[span.pool, span.rank].append((operations.index(operation), step, *times, *counts, span.parts))
+    all_lanes = lanes(spans, start_s, end_s)
     shown: list[dict[str, Any]] = []
-    all_lanes = lanes(Timeline(spans), start_s, end_s)
+    num_spans = 0
     for lane in all_lanes:
-        most -= len(mine[lane.pool, lane.rank])
-        if shown and most < 0:
+        num_spans += len(boxes[lane.pool, lane.rank])
+        if shown and num_spans > MAX_SPANS:
             break
-        boxes = [_box(recorded, start_s, operations) for recorded in mine[lane.pool, lane.rank]]
-        waits = [
-            (wait.kind, wait.pool, wait.operation, wait.start_s - start_s, wait.end_s - wait.start_s)
-            for wait in lane.waits
-        ]
-        shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes, "waits": waits})
+        waits = [(*wait[:3], wait.start_s - start_s, wait.end_s - wait.start_s) for wait in lane.waits]
+        shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes[lane.pool, lane.rank], "waits": waits})
     return {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
-
-
-def _box(recorded: Recorded, start_s: float, operations: Sequence[str]) -> tuple[Any, ...]:
-    step, operation, span = recorded
-    counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes)
-    return (operations.index(operation), step, span.start_s - start_s, span.duration_s, *counts, span.parts)
