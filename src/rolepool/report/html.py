@@ -28,7 +28,7 @@ from rolepool.report.summary import ByStep, around, by_step, summarise
 
 MAX_POINTS = 500
 MAX_SPANS = 20_000
-MAX_STEPS_SHOWN = 40
+MAX_STEPS_SHOWN = 12
 """In the timeline, of a run with more than `MAX_SPANS` spans."""
 
 CURVES = {
@@ -186,7 +186,7 @@ def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for sample in monitor:
         seen = [(pool, gpu["utilization"], gpu) for gpu in sample["gpus"] for pool in gpu["pools"]]
         seen = seen or [(process["pool"], process["cpu_percent"], process) for process in sample["processes"]]
-        for pool in {pool for pool, _, _ in seen}:
+        for pool in dict.fromkeys(pool for pool, _, _ in seen):
             mine = [(percent, device["memory_bytes"] / 2**30) for other, percent, device in seen if other == pool]
             time_s = sample["time_s"] - first_s
             utilization[pool].append((time_s, sum(percent for percent, _ in mine) / len(mine)))
