@@ -93,20 +93,20 @@ def replayed_step_s(grouped: ByStep, scales: Mapping[str, float]) -> float | Non
     calls on their pool, the calls that fed them, and the driver. None where too few steps were recorded."""
     steps = sorted(grouped)[1:]
     middle = max(0, (len(steps) - MAX_REPLAYED_STEPS) // 2)
-    calls: dict[tuple[float, str, int], list[Recorded]] = defaultdict(list)
+    calls: dict[tuple[float, int, str], list[Recorded]] = defaultdict(list)
     for step in steps[middle : middle + MAX_REPLAYED_STEPS]:
         for recorded in grouped[step]:
             span = recorded.span
-            calls[span.start_s if span.pool == DRIVER else span.queued_s, span.pool, span.call].append(recorded)
+            calls[span.start_s if span.pool == DRIVER else span.queued_s, span.call, span.pool].append(recorded)
     ends: dict[int, float] = {}
     free: dict[str, float] = defaultdict(float)
     starts: dict[int, float] = {}
-    for (_, pool, number), ranks in sorted(calls.items()):
+    for (_, number, pool), ranks in sorted(calls.items()):
         step, operation, span = ranks[0]
         start = max(free[pool], free[DRIVER], *(ends.get(call, 0.0) for call in span.after))
         if operation == "gen":
             starts.setdefault(step, start)
         slowest_s = max(recorded.span.duration_s for recorded in ranks)
         ends[number] = free[pool] = start + slowest_s * scales.get(pool, 1.0)
-    first, *others = starts.values() or [0.0]
+    first, *others = list(starts.values())[(len(starts) - 1) // 2 :] or [0.0]  # until the pools have fallen into step
     return (others[-1] - first) / len(others) if others else None
