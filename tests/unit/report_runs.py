@@ -82,18 +82,14 @@ def make_long_run(num_steps: int = 10_000) -> Run:
     )
     short = make_run(overrides=("trainer.n_gpus_per_node=16",), num_steps=3, calls_made=calls_made)
     middle = [recorded for recorded in short.spans if recorded.step == 2]
+    parts = (("fetch", 0.012345), ("forward", 0.54321))
     spans = []
     for step in range(1, num_steps + 1):
         shift_s, calls = 10.5 * step, len(calls_made) * step
         for _, operation, span in middle:
-            moved = span._replace(
-                start_s=span.start_s + shift_s,
-                end_s=span.end_s + shift_s,
-                queued_s=span.queued_s + shift_s,
-                call=span.call + calls,
-                after=tuple(call + calls for call in span.after),
-                parts=(("fetch", 0.012345), ("forward", 0.54321)),
-            )
+            times = (span.queued_s + shift_s, span.start_s + shift_s, span.end_s + shift_s)
+            after = tuple(call + calls for call in span.after)
+            moved = Span(*span[:4], *times, call=span.call + calls, after=after, num_rows=64, parts=parts)
             spans.append(Recorded(step, operation, moved))
     rows = [
         {**short.rows[1], "step": step, "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0}

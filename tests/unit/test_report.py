@@ -60,6 +60,15 @@ def test_the_page_can_be_written_elsewhere(tmp_path: Path, rolepool: Callable[..
     assert not (folder / "report.html").exists()
 
 
+def test_a_place_where_nothing_can_be_written_is_refused_in_one_line(
+    tmp_path: Path, rolepool: Callable[..., Outcome]
+) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2)
+    code, _, err = rolepool("report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "No such file or directory" in err
+
+
 @pytest.mark.parametrize("command", ["report", "watch", "trace"])
 def test_a_folder_that_is_no_run_is_refused_in_one_line(
     tmp_path: Path, rolepool: Callable[..., Outcome], command: str

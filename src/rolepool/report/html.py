@@ -20,6 +20,7 @@ import numpy as np
 
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
+from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import Recorded, Timeline, lanes, step_bounds
 from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
 from rolepool.report.findings import find, value_at
@@ -45,10 +46,15 @@ Bounds = Mapping[int, tuple[float, float]]
 
 def write_report(run: Run, path: str | Path) -> Path:
     """Write the page of a run. An older one stays until the new one is whole."""
-    target = Path(path)
+    target, page = Path(path), render(run)
     temporary = target.with_name(f".tmp-{target.name}")
-    temporary.write_text(render(run), encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(
+            f"report {target}: cannot be written ({error.strerror}); give another file with -o"
+        ) from error
     return target
 
 
