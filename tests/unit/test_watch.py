@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +74,24 @@ def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
     watched.update()
     assert watched.step == 12
     assert "finished" in text_of(watched)
+
+
+def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "rolepool", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = ""
+        for step in (2, 3):
+            while f"run: step {step}" not in shown:
+                shown += os.read(ours, 65536).decode(errors="replace")
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write('{"step": 3, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    assert "Traceback" not in shown
 
 
 def test_a_tail_reads_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
