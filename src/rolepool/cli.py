@@ -195,6 +195,8 @@ def report(arguments: list[str]) -> int:
     from rolepool.report.run import read_run
 
     run = read_run(options.run)
+    for file, number in run.skipped.items():
+        print(f"skipped {number} unreadable lines of {file}", file=sys.stderr)
     print(write_report(run, options.output or run.folder / "report.html"))
     return EXIT_FINE
 

@@ -95,6 +95,20 @@ def test_no_text_of_a_run_can_leave_the_data(tmp_path: Path) -> None:
     assert any(HOSTILE.startswith(value.removesuffix("...")) or HOSTILE[:20] in value for _, value, _ in data["config"])
 
 
+def test_only_config_that_differs_is_shown_and_a_key_that_follows_another_does_not() -> None:
+    overrides = ("actor_rollout_ref.actor.use_dynamic_bsz=true", f"data.train_files=[{'x' * 90}.jsonl]")
+    shown = {key: (value, default) for key, value, default in page_data(make_run(overrides=overrides))["config"]}
+    assert shown.keys() == {
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "data.train_batch_size",
+        "data.train_files",
+        "placement.strategy",
+        "trainer.n_gpus_per_node",
+    }
+    assert shown["placement.strategy"] == ("split", "standard")
+
+
 def test_the_page_asks_for_nothing_from_outside() -> None:
     page = render(make_run())
     assert not re.search(r"(src|href)=|@import|fetch\(|XMLHttpRequest", page)
@@ -113,7 +127,7 @@ def test_unreadable_lines_are_skipped_and_said(tmp_path: Path, rolepool: Callabl
     folder = write_run(tmp_path / "run")
     with (folder / "spans.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 13, "oper\nnonsense\n')
-    rolepool("report", str(folder))
+    assert rolepool("report", str(folder)).err == "skipped 2 unreadable lines of spans.jsonl\n"
     data = data_in((folder / "report.html").read_text(encoding="utf-8"))
     assert data["skipped"] == ["skipped 2 unreadable lines of spans.jsonl"]
     assert data["num_steps"] == 12
