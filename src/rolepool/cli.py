@@ -169,20 +169,6 @@ def train(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
-def demo(arguments: list[str]) -> int:
-    """Make the demo's model, tokenizer and prompts in a folder, where they are not there yet."""
-    parser = _Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
-    options = _parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
-
-    from rolepool.data.demo import make_demo
-
-    print(make_demo(options.folder).folder)
-    return EXIT_FINE
-
-
 def report(arguments: list[str]) -> int:
     """Write a run's page: timeline, step times, critical path, curves, and what to change. It needs no network."""
     parser = _run_parser("report", report.__doc__)
@@ -233,14 +219,28 @@ def trace(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
+def demo(arguments: list[str]) -> int:
+    """Make the demo's model, tokenizer and prompts in a folder, where they are not there yet."""
+    parser = _Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
+    options = _parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.data.demo import make_demo
+
+    print(make_demo(options.folder).folder)
+    return EXIT_FINE
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
+    "demo": (demo, "make the files of the embedded demo"),
     "report": (report, "one HTML page about a run: timeline, critical path, curves, what to change"),
     "watch": (watch, "a run in the terminal, while it trains or after"),
     "trace": (trace, "a run's spans for Perfetto"),
-    "demo": (demo, "make the files of the embedded demo"),
 }
 
 
