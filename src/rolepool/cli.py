@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -148,6 +149,56 @@ def export(arguments: list[str]) -> int:
     return EXIT_FINE
 
 
+def report(arguments: list[str]) -> int:
+    """Write a run's page: timeline, step times, critical path, curves, and what to change. It needs no network."""
+    parser = _run_parser("report", report.__doc__)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run folder")
+    options = parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.html import write_report
+    from rolepool.report.run import read_run
+
+    run = read_run(options.run)
+    for file, number in run.skipped.items():
+        print(f"skipped {number} unreadable lines of {file}", file=sys.stderr)
+    print(write_report(run, options.output or run.folder / "report.html"))
+    return EXIT_FINE
+
+
+def watch(arguments: list[str]) -> int:
+    """Show a run's pools, operations and reward in the terminal while it trains, or after it has ended."""
+    parser = _run_parser("watch", watch.__doc__)
+    parser.add_argument("--once", action="store_true", help="print how it stands and exit")
+    options = parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.watch import watch as show_run
+
+    show_run(options.run, once=options.once)
+    return EXIT_FINE
+
+
+def trace(arguments: list[str]) -> int:
+    """Write a run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+    parser = _run_parser("trace", trace.__doc__)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: trace.json in the run folder")
+    options = parse(parser, arguments)
+    if options is None:
+        return EXIT_FINE
+
+    from rolepool.report.run import read_run
+    from rolepool.report.trace import write_trace
+
+    run = read_run(options.run)
+    target = Path(options.output) if options.output else run.folder / "trace.json"
+    write_trace(run, target)
+    print(target)
+    return EXIT_FINE
+
+
 def demo(arguments: list[str]) -> int:
     """Make the demo's models, tokenizer and prompts in a folder, where they are not there yet."""
     parser = Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
@@ -226,8 +277,17 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
     "config": (config, "the full resolved config, or one key explained"),
     "train": (train, "train under the placement of the config"),
-    "export": (export, "a checkpoint as a Hugging Face folder"),
+    "watch": (watch, "a run in the terminal, while it trains or after"),
+    "report": (report, "one HTML page about a run: timeline, critical path, curves, what to change"),
     "compare": (compare, "runs side by side: what took how long, and what is more than noise"),
     "plot": (plot, "plots and CSV of the timings in console logs"),
+    "trace": (trace, "a run's spans for Perfetto"),
+    "export": (export, "a checkpoint as a Hugging Face folder"),
     "demo": (demo, "make the files of the embedded demo"),
 }
+
+
+def _run_parser(name: str, summary: str | None) -> Parser:
+    parser = Parser(prog=f"rolepool {name}", description=summary, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="the run folder, such as runs/demo")
+    return parser

@@ -6,7 +6,6 @@ Owns the text. Every number comes from a row of metrics.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -15,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rolepool.metrics.run_folder import console_line
+from rolepool.metrics.sparkline import sparkline
 from rolepool.trainer.loop import Observer
 
-BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 60
 NUM_SHOWN_SAMPLES = 4
 
 
@@ -85,11 +83,3 @@ class TrainingConsole(Observer):
             lines.append(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
         lines.append(f"run folder: {run_folder}")
         return "\n".join(lines)
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
-    low, high = min(0.0, *values), max(1.0, *values)
-    groups = [values[len(values) * i // CURVE_WIDTH : len(values) * (i + 1) // CURVE_WIDTH] for i in range(CURVE_WIDTH)]
-    means = [sum(group) / len(group) for group in groups if group]
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)

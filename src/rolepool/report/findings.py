@@ -1,0 +1,217 @@
+"""What a run's numbers say, in plain words, and which key to change.
+
+Owns when something is worth saying. Every finding carries the numbers it rests on, all of them in the report.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from rolepool.config import Config
+from rolepool.errors import RolepoolError
+from rolepool.metrics.spans import DRIVER
+from rolepool.placement import Plan, build_plan
+from rolepool.placement.checks import find_problems
+from rolepool.placement.roles import Role
+from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
+from rolepool.report.run import Run
+from rolepool.report.summary import ByStep, Summary, replayed_step_s
+
+IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
+"""Fractions of a step from which something is said; a change must save the last to be named."""
+LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
+SLOW_FIRST_STEP = 1.5
+
+MEMORY_KEYS = {
+    Role.Actor: "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    Role.Critic: "critic.ppo_micro_batch_size_per_gpu",
+    Role.RefPolicy: "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    Role.RewardModel: "reward_model.micro_batch_size_per_gpu",
+    Role.Rollout: "actor_rollout_ref.rollout.gpu_memory_utilization",
+}
+"""What decides how much memory a role needs; of a pool's roles the first here counts."""
+BALANCE_KEYS = {
+    "old_log_prob": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "update_actor": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    "values": "critic.use_dynamic_bsz",
+    "update_critic": "critic.use_dynamic_bsz",
+    "reward": "reward_model.use_dynamic_bsz",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence or two, the numbers in it, and the keys to change, with a value where the numbers give one."""
+
+    text: str
+    numbers: dict[str, float]
+    keys: tuple[str, ...]
+
+
+def find(run: Run, summary: Summary, grouped: ByStep) -> list[Finding]:
+    """Everything worth saying about a run."""
+    if not summary.steps:
+        return []
+    return [
+        *_idle_pool(run, summary, grouped),
+        *_imbalance(run, summary),
+        *_hand_overs(summary),
+        *_memory(run),
+        *_overlap(summary),
+        *_first_step(summary),
+    ]
+
+
+def value_at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where the config has no such key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _idle_pool(run: Run, summary: Summary, grouped: ByStep) -> Iterator[Finding]:
+    """The pool of GPUs that has least to do while another works."""
+    pools = [name for name in run.plan.pools if name in summary.pools] if run.plan is not None else []
+    if run.plan is None or len(pools) < 2:
+        return
+    name = min(pools, key=lambda pool: summary.pools[pool].busy_fraction)
+    idle = 1 - summary.pools[name].busy_fraction
+    if idle < IDLE:
+        return
+    said, numbers = f"{name} was idle {idle:.0%} of the time", {"idle_fraction": idle, "step_s": summary.step_s}
+    now_s = replayed_step_s(grouped, {}) or 0.0
+    then_s = {override: replayed_step_s(grouped, scales) or now_s for override, scales in _divisions(run.plan)}
+    shorter = [override for override in then_s if then_s[override] < now_s * (1 - SAVED)]
+    if shorter:
+        # One that the config allows as it is goes before one that needs another change, too.
+        best = min(shorter, key=lambda override: (bool(_problem_with(run, override)), then_s[override]))
+        problem, estimate_s = _problem_with(run, best), then_s[best] / now_s * summary.step_s
+        yield Finding(
+            f"{said}. With {best} a step would take {estimate_s:.3g} s instead of {summary.step_s:.3g} s, by linear "
+            "scaling of the measured spans (an estimate)."
+            + (f" It needs another change, too: {problem}." if problem else ""),
+            {**numbers, "estimated_step_s": estimate_s},
+            (best,),
+        )
+    elif run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
+        yield Finding(
+            f"{said}, and no other division of these GPUs makes a step shorter (by linear scaling of the measured "
+            "spans). One pool for all roles leaves no GPU idle; pools that share GPUs fill each other's gaps.",
+            numbers,
+            ("placement.strategy=standard", "placement.split.share=0.5"),
+        )
+    else:
+        yield Finding(f"{said}: give it fewer GPUs, or another role as well.", numbers, ("placement.pools",))
+
+
+def _divisions(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+    """Other ways to divide the GPUs of a split, and what each makes of the time of calls on a pool."""
+    if plan.pools.keys() != {ACTOR_POOL, CRITIC_POOL} or any(pool.share != 1 for pool in plan.pools.values()):
+        return
+    actor, critic = plan.pools[ACTOR_POOL].counts_by_node, plan.pools[CRITIC_POOL].counts_by_node
+    if len({*actor.values()}) > 1 or len({*critic.values()}) > 1:
+        return
+    if actor.keys().isdisjoint(critic):
+        key, mine, rest = "placement.split.actor_nodes", len(actor), len(critic)
+    else:
+        key, mine, rest = "placement.split.actor_gpus_per_node", max(actor.values()), max(critic.values())
+    for new in range(1, mine + rest):
+        if new != mine:
+            yield f"{key}={new}", {ACTOR_POOL: mine / new, CRITIC_POOL: rest / (mine + rest - new)}
+
+
+def _problem_with(run: Run, override: str) -> str:
+    """The first thing that `rolepool plan` would say to the config with this change; "" where it would say nothing."""
+    key, _, value = override.partition("=")
+    *parents, leaf = key.split(".")
+    changed = copy.deepcopy(run.config)
+    try:
+        value_at(changed, ".".join(parents))[leaf] = int(value)
+        config = Config.model_validate(changed)
+        return next(iter(find_problems(config, build_plan(config))), "")
+    except (TypeError, ValidationError, RolepoolError) as error:
+        return str(error).splitlines()[0]
+
+
+def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
+    for pool, use in summary.pools.items():
+        for (kind, _, operation), mean_s in use.waits_s.items():
+            others = max(1, use.num_ranks - 1)
+            waited_s = mean_s * use.num_ranks / others
+            if kind == "imbalance" and waited_s > IMBALANCE * summary.step_s:
+                yield Finding(
+                    f"In {operation} the slowest rank of {pool} kept the other{f' {others}' if others > 1 else ''} "
+                    f"waiting {waited_s:.3g} s of every step ({waited_s / summary.step_s:.0%}).",
+                    {"waited_s": waited_s, "step_s": summary.step_s},
+                    (_balance_key(run.config, operation),),
+                )
+
+
+def _balance_key(config: Mapping[str, Any], operation: str) -> str:
+    """What makes an operation's ranks more alike and is not in force yet; generation's lengths are not known before."""
+    if operation not in BALANCE_KEYS:
+        return "data.max_response_length"
+    unset = [key for key in ("trainer.balance_batch", BALANCE_KEYS[operation]) if value_at(config, key) is False]
+    return f"{unset[0]}=true" if unset else "data.train_batch_size"
+
+
+def _hand_overs(summary: Summary) -> Iterator[Finding]:
+    handed_s = summary.path_s.get(("", ""), 0.0)
+    driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
+    share = (handed_s + driver_s) / summary.step_s if summary.step_s else 0.0
+    if share > HAND_OVER:
+        yield Finding(
+            f"{share:.0%} of a step's critical path is the driver ({driver_s:.3g} s) and handing over between calls "
+            f"({handed_s:.3g} s), not work in a pool. Larger batches spread it over more tokens.",
+            {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s},
+            ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        )
+
+
+def _memory(run: Run) -> Iterator[Finding]:
+    """Of each pool's fullest GPU, where the monitor says how much it has."""
+    gpus = [gpu for sample in run.monitor for gpu in sample["gpus"] if gpu.get("memory_total_bytes")]
+    for name, pool in run.plan.pools.items() if run.plan is not None else ():
+        mine = [
+            (gpu["memory_bytes"] / 2**30, gpu["memory_total_bytes"] / 2**30) for gpu in gpus if name in gpu["pools"]
+        ]
+        used, total = max(mine, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
+        left = 1 - used / total if total else LITTLE_MEMORY_LEFT
+        if LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
+            continue
+        risk, room = "a longer batch may not fit; make passes smaller", "larger passes are faster while they fit"
+        yield Finding(
+            f"{name} used at most {used:.1f} of a GPU's {total:.1f} GiB, {left:.0%} was free: "
+            f"{risk if left < LITTLE_MEMORY_LEFT else room}.",
+            {"used_gib": used, "total_gib": total},
+            (next(key for role, key in MEMORY_KEYS.items() if role in pool.roles),),
+        )
+
+
+def _overlap(summary: Summary) -> Iterator[Finding]:
+    if summary.saved_s > SAVED * summary.step_s:
+        yield Finding(
+            f"Pools working at the same time saved {summary.saved_s:.3g} s a step, which took {summary.step_s:.3g} s.",
+            {"saved_s": summary.saved_s, "step_s": summary.step_s},
+            ("placement.strategy",),
+        )
+
+
+def _first_step(summary: Summary) -> Iterator[Finding]:
+    first_s, *others = summary.step_times.values()
+    usual_s = statistics.median(others) if others else first_s
+    if first_s > SLOW_FIRST_STEP * usual_s:
+        yield Finding(
+            f"The first step took {first_s:.3g} s, the others {usual_s:.3g} s (median): it warms up, so averages leave "
+            "it out. Compare runs of several steps.",
+            {"first_s": first_s, "median_s": usual_s},
+            ("trainer.total_training_steps",),
+        )

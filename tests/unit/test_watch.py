@@ -1,0 +1,152 @@
+"""The terminal view of a run, while it is written and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_runs import write_run
+
+from conftest import Outcome
+from rolepool.report.watch import LAST_STEPS, Tail, Watched
+
+
+def text_of(watched: Watched) -> str:
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(watched.frame())
+    return console.export_text()
+
+
+def test_one_frame_shows_pools_last_operations_busy_time_reward_and_time_left(
+    tmp_path: Path, rolepool: Callable[..., Outcome]
+) -> None:
+    folder = write_run(tmp_path / "run", "split", overrides=("trainer.total_training_steps=20",))
+    code, out, err = rolepool("watch", str(folder), "--once")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2])
+    assert lines[0].startswith(f"run: step 12 of 20, {row['timing_s/step']:.3g} s a step, about 0:01:0")
+    critic = next(line.split() for line in lines if line.startswith("critic_pool"))
+    assert critic[1] == "0"
+    assert critic[-5:-2] == ["GiB", "update_critic", "12"]
+    assert lines[-1].startswith("reward ▂▃")
+    assert lines[-1].endswith("0.167 -> 0.706")
+
+
+def test_busy_time_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    watched = Watched(write_run(tmp_path / "run", "split"))
+    assert {recorded.step for recorded in watched.spans} == set(range(13 - LAST_STEPS, 13))
+    start = min(each.span.start_s for each in watched.spans if each.operation == "gen")
+    end = max(each.span.end_s for each in watched.spans)
+    spans = [each.span for each in watched.spans if each.span.pool == "critic_pool"]
+    expected = sum(span.duration_s for span in spans) / 2 / (end - start)
+    assert watched._busy()["critic_pool"] == pytest.approx(expected)
+
+
+def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", "split", overrides=("trainer.total_training_steps=12",))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(whole / "config.yaml", folder)
+    watched = Watched(folder)
+    assert "step 0 of 12" in text_of(watched)
+    for name in ("metrics.jsonl", "spans.jsonl"):
+        lines = (whole / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        half = [line for line in lines if json.loads(line)["step"] <= 6]
+        with (folder / name).open("w", encoding="utf-8") as file:
+            file.write("".join(half) + lines[len(half)][:25])
+    watched.update()
+    assert watched.step == 6
+    assert not watched.is_finished
+    for name in ("metrics.jsonl", "spans.jsonl"):
+        text = (whole / name).read_text(encoding="utf-8")
+        with (folder / name).open("a", encoding="utf-8") as file:
+            file.write(text[(folder / name).stat().st_size :])
+    watched.update()
+    assert watched.step == 12
+    assert "finished" in text_of(watched)
+
+
+def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "rolepool", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = ""
+        for step in (2, 3):
+            while f"run: step {step}" not in shown:
+                shown += os.read(ours, 65536).decode(errors="replace")
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write('{"step": 3, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    assert "Traceback" not in shown
+
+
+def test_a_tail_reads_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    assert list(tail.read()) == []
+    path.write_text("1\n2\n3", encoding="utf-8")
+    assert list(tail.read()) == [1, 2]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("4\n5\n")
+    assert list(tail.read()) == [34, 5]
+    assert list(tail.read()) == []
+    (tmp_path / "b").write_text("7\n", encoding="utf-8")
+    (tmp_path / "b").replace(path)
+    assert list(tail.read()) == [7]
+
+
+def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"n": {number}}}\n' for number in range(100_000)), encoding="utf-8")
+    numbers = [line["n"] for line in Tail(path, last_bytes=1000).read()]
+    assert 50 < len(numbers) < 100
+    assert numbers[-1] == 99_999
+
+
+def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "split")
+    before = text_of(Watched(folder))
+    for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
+        with (folder / name).open("a", encoding="utf-8") as file:
+            file.write(
+                '[]\n7\n{"step": "x"}\n{"step": 99, "oper\n{"step": 99, "operation": "gen", "pool": 1}\n{"gpus": [3]}\n'
+            )
+            file.write(b"\xff\xfe".decode("latin-1") + "\n")
+    assert text_of(Watched(folder)) == before
+
+
+def test_the_number_of_steps_follows_from_the_first_epoch(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", overrides=("trainer.total_epochs=3",))
+    assert Watched(folder).num_steps is None
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        row = {"step": 13, "timing_s/step": 1.0, "critic/score/mean": 0.5, "training/epoch": 1}
+        file.write(json.dumps(row) + "\n")
+    assert Watched(folder).num_steps == 36
+
+
+def test_many_ranks_are_not_all_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2, overrides=("trainer.n_gpus_per_node=16",))
+    assert "and 8 more" in text_of(Watched(folder))
+
+
+def test_a_silent_run_says_for_how_long(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "nothing written" not in text_of(Watched(folder))
+    for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
+        status = (folder / name).stat()
+        os.utime(folder / name, (status.st_atime, status.st_mtime - 300))
+    assert "nothing written for 30" in text_of(Watched(folder))
