@@ -9,19 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from commands import Outcome
+
 ROOT = Path(__file__).parent.parent
-
-
-class Outcome(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rolepool.protocol import DataProto
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
-from rolepool.roles.passes import cut_into_passes
+from rolepool.roles.passes import Passes
 from rolepool.roles.ref import Reference
 
 pytestmark = pytest.mark.gpu
@@ -72,10 +72,7 @@ def test_passes_of_an_open_size_shrink_with_what_is_free(small_share: None) -> N
     per_row = free_bytes("cuda") // 16
 
     def num_rows() -> int:
-        passes = cut_into_passes(
-            mask, rows_per_pass=None, max_tokens=None, device="cuda", bytes_of_pass=lambda rows, width: rows * per_row
-        )
-        return len(passes[0])
+        return len(Passes("rows", None, "tokens", None, "cuda", lambda rows, width: rows * per_row).cut(mask)[0])
 
     roomy = num_rows()
     held = torch.empty(free_bytes("cuda") // 2, dtype=torch.uint8, device="cuda")

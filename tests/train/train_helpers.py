@@ -11,6 +11,7 @@ from rolepool.data.demo import Demo
 from rolepool.trainer.loop import Trainer
 
 SPLIT = ["trainer.n_gpus_per_node=2", "placement.strategy=split"]
+MEASURED = ("timing_", "perf/", "pool/", "overlap/")
 ONE_RANK = ["trainer.n_gpus_per_node=1"]
 
 
@@ -42,6 +43,5 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without what is measured: times, and what is computed from them."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(("timing_", "perf/"))}
-        for line in lines
+        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASURED)} for line in lines
     ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rolepool.config import load_config
+from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.spans import DRIVER, Span
 from rolepool.placement.plan import Plan, build_plan
@@ -68,7 +69,7 @@ def write_run(
     _write_row(run, 0, {"val-core/demo/reward/mean": 0.1, "timing_s/testing": 0.5})
     for number, spans in steps.items():
         for operation, recorded in spans.items():
-            run.add_spans(number, operation, recorded)
+            run.add_spans(Recorded(number, operation, span) for span in recorded)
         following = steps.get(number + 1)
         ends = following["gen"] if following else []
         end_s = min((span.start_s for span in ends), default=max(span.end_s for span in _all(spans)))

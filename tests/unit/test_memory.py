@@ -178,7 +178,8 @@ def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
     memory = rollout_role(TINY, tensor_parallel=2, num_sequences=3, sequence_tokens=10, budget=None, free_cache=True)
-    assert memory == RoleMemory(weights=1704, kv_cache=3 * 10 * 32 // 2, logits=3 * 32 * 4 // 2, idle=1704)
+    weights = 2 * (520 + 1184 // 2)  # embedding, head and last norm whole, half of the layers
+    assert memory == RoleMemory(weights=weights, kv_cache=3 * 10 * 32, logits=3 * 32 * 4, idle=weights)
 
 
 def test_the_cache_takes_what_the_budget_leaves_and_at_least_one_sequence() -> None:
@@ -276,7 +277,8 @@ def test_a_critic_has_no_logits() -> None:
 def test_tensor_parallelism_cuts_the_rollouts_weights() -> None:
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     one, four = of_role(Role.Rollout, f"{DEEPSEEK} {key}=1"), of_role(Role.Rollout, f"{DEEPSEEK} {key}=4")
-    assert (one.weights, four.weights) == (2 * 6_910_365_696, 2 * 6_910_365_696 // 4)
+    layers = 6_910_365_696 - 2 * 102_400 * 4096 - 4096
+    assert (one.weights, four.weights) == (2 * 6_910_365_696, 2 * (6_910_365_696 - layers * 3 // 4))
     assert four.kv_cache == one.kv_cache, "four ranks share four times the sequences"
 
 

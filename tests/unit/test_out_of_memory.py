@@ -27,7 +27,7 @@ from rolepool.protocol.rows import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.less_memory import offloads
-from rolepool.roles.passes import MOST_TOKENS, USABLE, Passes, PassMemory, cut_into_passes, rows_that_fit
+from rolepool.roles.passes import MOST_TOKENS, USABLE, Passes, PassMemory, rows_that_fit
 from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.updates import mini_batches
@@ -129,7 +129,7 @@ def test_the_memory_of_a_pass_follows_what_it_does(qwen: PassMemory) -> None:
 
 def test_where_the_size_is_not_chosen_a_cpu_takes_a_fixed_number_of_tokens(qwen: PassMemory) -> None:
     mask = torch.ones(40, 1024, dtype=torch.int64)
-    passes = cut_into_passes(mask, rows_per_pass=None, max_tokens=None, device="cpu", bytes_of_pass=qwen.training)
+    passes = Passes("rows", None, "tokens", None, "cpu", qwen.training).cut(mask)
     assert [len(rows) for rows in passes] == [16, 16, 8]
 
 
@@ -140,7 +140,7 @@ def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: 
         for index in range(parts):
             share = Share(total, parts, index)
             mask = torch.ones(share.num_real + share.padding, 4, dtype=torch.int64)
-            counts.add(len(cut_into_passes(mask, rows_per_pass=rows_per_pass, max_tokens=None, device="cpu")))
+            counts.add(len(Passes("rows", rows_per_pass, "tokens", None, "cpu", lambda rows, width: 0).cut(mask)))
         assert len(counts) == 1
 
 

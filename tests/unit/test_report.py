@@ -15,7 +15,7 @@ import pytest
 from report_runs import ACTOR, CRITIC, make_long_run, make_run
 from synthetic_runs import write_run
 
-from conftest import Outcome
+from commands import Outcome
 from rolepool.metrics.analysis import Recorded
 from rolepool.report.html import MAX_POINTS, MAX_SPANS, page_data, render
 from rolepool.report.run import Run

@@ -21,7 +21,9 @@ SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (
 MOMENT = {
     "time_s": 5.0,
     "node": "n0",
-    "gpus": [{"index": 0, "utilization": 50, "memory_bytes": 1, "power_w": 80.5, "pools": ["a"]}],
+    "gpus": [
+        {"index": 0, "utilization": 50, "memory_bytes": 1, "memory_total_bytes": 4, "power_w": 80.5, "pools": ["a"]}
+    ],
     "processes": [{"pid": 1, "pool": "a", "rank": 0, "roles": ["actor"], "cpu_percent": 9.5, "memory_bytes": 2}],
 }
 
@@ -35,7 +37,7 @@ def folder(tmp_path: Path) -> RunFolder:
     written.write("plan.json", build_plan(loaded.config).model_dump_json())
     for step in (1, 2):
         written.add_metrics(step, {"critic/score/mean": 0.5 * step, "training/epoch": 0})
-        written.add_spans(step, "update_actor", [SPAN])
+        written.add_spans([Recorded(step, "update_actor", SPAN)])
     (written.path / "monitor.jsonl").write_text(json.dumps(MOMENT) + "\n", encoding="utf-8")
     return written
 
@@ -92,7 +94,7 @@ UNREADABLE = {
 def test_an_unreadable_span_is_skipped_and_counted_and_the_next_one_read(folder: RunFolder, line: str | bytes) -> None:
     append(folder, "spans.jsonl", line)
     append(folder, "spans.jsonl", "\n")
-    folder.add_spans(4, "gen", [SPAN])
+    folder.add_spans([Recorded(4, "gen", SPAN)])
     run = read_run(folder.path)
     assert [recorded.step for recorded in run.spans] == [1, 2, 4]
     assert run.skipped == {"spans.jsonl": 1}
@@ -130,7 +132,7 @@ def test_whole_files_that_cannot_be_read_are_left_out(folder: RunFolder) -> None
 
 def test_damage_anywhere_never_keeps_the_rest_from_being_read(folder: RunFolder) -> None:
     for step in range(3, 30):
-        folder.add_spans(step, "gen", [SPAN])
+        folder.add_spans([Recorded(step, "gen", SPAN)])
     (folder.path / "config.yaml").unlink()  # the slowest to read
     file = folder.path / "spans.jsonl"
     whole = file.read_bytes()

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from synthetic_runs import write_run
 
-from conftest import Outcome
+from commands import Outcome
 from rolepool.report.watch import LAST_STEPS, Tail, Watched
 
 

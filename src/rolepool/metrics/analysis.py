@@ -17,6 +17,9 @@ from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
 NONE = -1
 """In place of a span's position, where there is no such span."""
 
+BETWEEN_STEPS = ("testing", "save_checkpoint")
+"""Operations that wait for a step to end."""
+
 Gap = tuple[int, float, float]
 """A time in which a rank did nothing, after the position of its next span."""
 
@@ -158,14 +161,20 @@ def indexed(spans: Sequence[Recorded]) -> Timeline:
 
 
 def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step: its generation's start and the next one's; where none follows, its last end."""
+    """Start and end of each step: its generation's start and the next one's; where none follows, or something between
+    steps does, its last end."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
+    paused: set[int] = set()
     for step, operation, span in spans:
+        if operation in BETWEEN_STEPS:
+            paused.add(step)
+            continue
         ends[step] = max(ends.get(step, span.end_s), span.end_s)
         if operation == "gen":
             starts[step] = min(starts.get(step, span.start_s), span.start_s)
-    return {step: (starts[step], starts.get(step + 1, ends[step])) for step in sorted(starts)}
+    following = {step: start_s for step, start_s in starts.items() if step - 1 not in paused}
+    return {step: (starts[step], following.get(step + 1, ends[step])) for step in sorted(starts)}
 
 
 def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]:

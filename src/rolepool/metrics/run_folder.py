@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolepool.metrics.spans import Span
+from rolepool.metrics.analysis import Recorded
 
 NAMES = (
     "config.yaml",
@@ -64,8 +64,10 @@ class RunFolder:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", json.dumps({"step": step, **metrics}))
 
-    def add_spans(self, step: int, operation: str, spans: Iterable[Span]) -> None:
-        lines = [json.dumps({"step": step, "operation": operation, **span._asdict()}) for span in spans]
+    def add_spans(self, recorded: Iterable[Recorded]) -> None:
+        lines = [
+            json.dumps({"step": step, "operation": operation, **span._asdict()}) for step, operation, span in recorded
+        ]
         if lines:
             self._append("spans.jsonl", "\n".join(lines))
 

@@ -1,7 +1,7 @@
 """Samples of a node, every second: what its GPUs and our processes on it use. NVML and psutil, nothing of ours.
 
-A sample is a JSON-like dict: `time_s`, `node`, `gpus` (index, utilization in percent, memory_bytes, total_bytes,
-power_w, pools) and `processes` (pid, pool, rank, roles, cpu_percent, memory_bytes).
+A sample is a JSON-like dict: `time_s`, `node`, `gpus` (index, utilization in percent, memory_bytes,
+memory_total_bytes, power_w, pools) and `processes` (pid, pool, rank, roles, cpu_percent, memory_bytes).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NodeSampler:
             "index": index,
             "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
             "memory_bytes": int(memory.used),
-            "total_bytes": int(memory.total),
+            "memory_total_bytes": int(memory.total),
             "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "pools": sorted({one.pool for one in self._processes if one.gpu == index}),
         }

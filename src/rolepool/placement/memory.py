@@ -135,13 +135,15 @@ def rollout_role(
     budget: int | None,
     free_cache: bool,
 ) -> RoleMemory:
-    """16-bit weights cut by tensor parallelism, and a KV cache for all sequences at once, or what the budget leaves."""
-    weights = BF16 * shape.num_params // tensor_parallel
-    kv_cache = num_sequences * sequence_tokens * shape.kv_bytes_per_token // tensor_parallel
+    """16-bit weights and a KV cache for all sequences at once, or what the budget leaves. Tensor parallelism cuts layers
+    and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one."""
+    layers = shape.num_layers * shape.layer_params
+    weights = BF16 * (shape.num_params - layers + layers // tensor_parallel)
+    one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(tensor_parallel, shape.num_kv_heads)
+    kv_cache = num_sequences * one_sequence
     if budget is not None:
-        one_sequence = sequence_tokens * shape.kv_bytes_per_token // tensor_parallel
         kv_cache = min(kv_cache, max(one_sequence, budget - weights))
-    logits = num_sequences * shape.vocab_size * FP32 // tensor_parallel
+    logits = num_sequences * shape.vocab_size * FP32
     return RoleMemory(weights=weights, kv_cache=kv_cache, logits=logits, idle=weights + (0 if free_cache else kv_cache))
 
 

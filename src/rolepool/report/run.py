@@ -89,6 +89,7 @@ class _Gpu(_Object):
     index: int
     utilization: float
     memory_bytes: int
+    memory_total_bytes: int = 0
     power_w: float
     pools: list[str]
 

@@ -171,7 +171,7 @@ class Actor(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, names: list[str]) -> DataProto:
         """Some weights, whole, as a batch of one row from rank 0 and of none from the others."""
-        wanted = set(names)
-        whole = whole_parameters(self.trained.model, wanted)
-        rows = {name: tensor.detach().cpu().unsqueeze(0) for name, tensor in whole}
+        with self.trained.on_device(training=False) as model:
+            whole = whole_parameters(model, set(names))
+            rows = {name: tensor.detach().cpu().unsqueeze(0) for name, tensor in whole}
         return DataProto.from_dict({name: row if self.rank == 0 else row[:0] for name, row in rows.items()})

@@ -107,16 +107,22 @@ class Passes:
 
     def cut(self, attention_mask: Tensor) -> list[list[int]]:
         """Rows of each pass, of which every rank makes the same number."""
-        passes = cut_into_passes(
-            attention_mask,
-            rows_per_pass=self.rows_per_pass,
-            max_tokens=self.max_tokens,
-            device=self.device,
-            bytes_of_pass=self.bytes_of_pass,
-        )
+        passes = self._cut(attention_mask)
         self._num_rows, self._width = attention_mask.shape
         self._most_rows = max(map(len, passes), default=0)
         return passes
+
+    def _cut(self, attention_mask: Tensor) -> list[list[int]]:
+        num_rows, width = attention_mask.shape
+        if self.max_tokens is not None:
+            lengths: Sequence[int] = attention_mask.sum(dim=1).tolist()
+            return balanced(lengths, max_over_ranks(num_passes(lengths, self.max_tokens), self.device))
+        # All ranks have as many rows, padding included, and so as many passes of a given number of rows.
+        if self.rows_per_pass is not None:
+            return by_rows(num_rows, self.rows_per_pass)
+        free = None if self.device == "cpu" else free_bytes(self.device)
+        fitting = rows_that_fit(num_rows, width, self.bytes_of_pass, free)
+        return by_rows(num_rows, -max_over_ranks(-fitting, self.device))
 
     def smaller(self) -> list[str]:
         """The override with which passes take about half; none where they cannot be smaller."""
@@ -127,31 +133,10 @@ class Passes:
         return [f"{self.rows_key}={divisor_near(self._num_rows, most // 2)}"] if most > 1 else []
 
 
-def cut_into_passes(
-    attention_mask: Tensor,
-    *,
-    rows_per_pass: int | None,
-    max_tokens: int | None,
-    device: str,
-    bytes_of_pass: BytesOfPass | None = None,
-) -> list[list[int]]:
-    """Rows of each pass. Every rank makes the same number of passes, as sharded passes need all ranks together."""
-    num_rows, width = attention_mask.shape
-    if max_tokens is not None:
-        lengths: Sequence[int] = attention_mask.sum(dim=1).tolist()
-        return balanced(lengths, max_over_ranks(num_passes(lengths, max_tokens), device))
-    # All ranks have as many rows, padding included, and so as many passes of a given number of rows.
-    if rows_per_pass is not None:
-        return by_rows(num_rows, rows_per_pass)
-    free = None if device == "cpu" or bytes_of_pass is None else free_bytes(device)
-    fitting = rows_that_fit(num_rows, width, bytes_of_pass, free)
-    return by_rows(num_rows, -max_over_ranks(-fitting, device))
-
-
-def rows_that_fit(num_rows: int, width: int, bytes_of_pass: BytesOfPass | None, free: int | None) -> int:
+def rows_that_fit(num_rows: int, width: int, bytes_of_pass: BytesOfPass, free: int | None) -> int:
     """The most rows of a pass that fit into what is free, where that is known; at least one."""
     fitting = max(1, min(num_rows, MOST_TOKENS // width))
-    if bytes_of_pass is not None and free is not None:
+    if free is not None:
         while fitting > 1 and bytes_of_pass(fitting, width) > USABLE * free:
             fitting -= 1
     return fitting

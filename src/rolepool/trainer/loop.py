@@ -19,6 +19,7 @@ from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
+from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.spans import driver_span
@@ -28,7 +29,7 @@ from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Roles, build_roles
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
 from rolepool.trainer.interrupt import Interrupt
-from rolepool.trainer.rows import spans_of, step_metrics
+from rolepool.trainer.rows import record, step_row
 from rolepool.trainer.step import StepCalls, ppo_step
 from rolepool.trainer.validation import validate
 
@@ -79,6 +80,7 @@ class Trainer:
         self.interrupt = Interrupt()
         self.loggers = Loggers(self.config)
         self.start_step = 0
+        self._before: list[Recorded] = []
 
     def _make_loader(self, prompts: PromptSet) -> PromptLoader:
         data = self.config.data
@@ -163,7 +165,7 @@ class Trainer:
         if self.val_prompts is None:
             return
         validation = validate(self.config, roles, self.val_prompts, self.tokenizer)
-        self.folder.add_spans(number, "testing", validation.spans)
+        self.folder.add_spans(Recorded(number, "testing", span) for span in validation.spans)
         self.folder.add_samples(number, validation.samples)
         self._write(number, validation.metrics)
         self.observer.on_samples(number, validation.samples)
@@ -176,17 +178,19 @@ class Trainer:
                 kl_controller=self.estimator.kl_controller.state_dict(),
             )
             self.checkpoints.save(roles, position)
-        self.folder.add_spans(number, "save_checkpoint", [ended()])
+        self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
 
     def _finish(self, step: _Unfinished, following: StepCalls | None) -> None:
         """Wait for a step's last calls and write its row."""
-        spans = spans_of(step.calls)
-        next_start_s = min(span.start_s for span in following.calls["gen"][0].spans()) if following else None
+        recorded = record(step.number, step.calls)
+        generation = following.calls["gen"][0].spans() if following else []
+        after = [Recorded(step.number + 1, "gen", span) for span in generation]
         metrics = {"training/global_step": float(step.number), "training/epoch": float(step.epoch)}
-        metrics.update(step_metrics(step.calls, spans, self.plan, next_start_s))
-        for name, calls in spans.items():
-            self.folder.add_spans(step.number, name, [span for call in calls for span in call])
+        next_start_s = min((span.start_s for span in generation), default=None)
+        metrics.update(step_row(step.calls, recorded, [*self._before, *after], next_start_s, self.plan))
+        self._before = recorded
+        self.folder.add_spans(recorded)
         self.folder.add_monitor(self.monitors.take())
         self._write(step.number, metrics)
 

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rolepool.metrics import Span
+from rolepool.metrics.analysis import Recorded, step_metrics
+from rolepool.metrics.spans import Span
 from rolepool.metrics.timing import operation_times, per_token_times
 from rolepool.placement import Plan
 from rolepool.trainer.step import StepCalls
 
-Spans = Mapping[str, Sequence[Sequence[Span]]]
-"""Of each operation its calls, and of each call what every rank did."""
+
+def record(number: int, step: StepCalls) -> list[Recorded]:
+    """What was done for a step. Waits for every call of it."""
+    spans = [
+        Recorded(number, name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()
+    ]
+    return [*spans, Recorded(number, "adv", step.estimated.span)]
 
 
-def spans_of(step: StepCalls) -> Spans:
-    """Waits for every call of the step."""
-    spans = {name: [call.spans() for call in calls] for name, calls in step.calls.items()}
-    return {**spans, "adv": [[step.estimated.span]]}
+def step_row(
+    step: StepCalls, recorded: Sequence[Recorded], around: Sequence[Recorded], next_start_s: float | None, plan: Plan
+) -> dict[str, float]:
+    """All metrics of a step. It ends where the next one's generation starts, or with its last call.
 
-
-def step_metrics(step: StepCalls, spans: Spans, plan: Plan, next_start_s: float | None) -> dict[str, float]:
-    """All metrics of a step. It ends where the next one's generation starts, or with its last call."""
+    `around` are the spans before and after it, which explain what its first and last calls waited for.
+    """
     metrics = {**_update_metrics(step), **step.estimated.metrics}
-    every = [span for calls in spans.values() for call in calls for span in call]
-    start_s = min(span.start_s for span in every)
-    times = operation_times(spans)
-    times["timing_s/step"] = (next_start_s or max(span.end_s for span in every)) - start_s
+    calls: dict[str, dict[int, list[Span]]] = {}
+    for _, operation, span in recorded:
+        calls.setdefault(operation, {}).setdefault(span.call, []).append(span)
+    times = operation_times({name: list(of_call.values()) for name, of_call in calls.items()})
+    start_s = min(span.start_s for _, _, span in recorded)
+    end_s = next_start_s or max(span.end_s for _, _, span in recorded)
+    times["timing_s/step"] = end_s - start_s
     num_tokens = metrics["perf/total_num_tokens"]
     num_processes = sum(pool.world_size for pool in plan.pools.values())
     return {
@@ -34,7 +42,8 @@ def step_metrics(step: StepCalls, spans: Spans, plan: Plan, next_start_s: float 
         **per_token_times(times, num_tokens),
         "perf/time_per_step": times["timing_s/step"],
         "perf/throughput": num_tokens / times["timing_s/step"] / num_processes,
-        "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for span in every) / 2**30,
+        "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
+        **step_metrics([*recorded, *around], start_s, end_s),
     }
 
 
