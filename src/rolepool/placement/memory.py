@@ -135,8 +135,8 @@ def rollout_role(
     budget: int | None,
     free_cache: bool,
 ) -> RoleMemory:
-    """16-bit weights and a KV cache for all sequences at once, or what the budget leaves. Tensor parallelism cuts layers
-    and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one."""
+    """16-bit weights and a KV cache for all sequences at once, or what the budget leaves. Tensor parallelism cuts the
+    layers and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one."""
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // tensor_parallel)
     one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(tensor_parallel, shape.num_kv_heads)
