@@ -18,7 +18,9 @@ from train_helpers import small_keys
 
 from rolepool.data.demo import Demo
 from rolepool.metrics import Span
+from rolepool.metrics.analysis import Timeline, critical_path, lanes, step_bounds
 from rolepool.metrics.spans import extent_s, overlap_s
+from rolepool.report.run import read_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -70,6 +72,19 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     assert median(shorter_to_longer) >= 0.5
     assert median(phases) <= 1.15
     assert median(into_next_generation) > 0
+
+    run_read = read_run(tmp_path)
+    assert run_read.skipped == {} and run_read.monitor
+    timeline = Timeline(run_read.spans)
+    step_s = {row["step"]: row["timing_s/step"] for row in rows if "timing_s/step" in row}
+    for number, (start_s, end_s) in step_bounds(timeline).items():
+        wall_s = end_s - start_s
+        assert wall_s == pytest.approx(step_s[number], rel=0.01)
+        path = critical_path(timeline, start_s, end_s)
+        assert sum(link.end_s - link.start_s for link in path) == pytest.approx(wall_s, rel=0.01)
+        for lane in lanes(timeline, start_s, end_s):
+            busy_s = sum(recorded.span.duration_s for recorded in lane.spans)
+            assert busy_s + sum(wait.end_s - wait.start_s for wait in lane.waits) == pytest.approx(wall_s, rel=0.01)
 
 
 @pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -1,0 +1,111 @@
+"""What recording costs: time spent on spans, their analysis and the monitor, against the time of a step.
+
+    python benchmarks/recording_cost.py [--steps 20] [recipe]
+
+Trains the split demo for real and counts, on the driver, the time inside what writes spans down, analyses them and
+takes the monitor's samples; and on a worker the time to make a span and count what it handled, measured on a batch of
+the demo's size and multiplied by the calls of a step. Prints both as a fraction of the mean step time, which is to be
+under 1%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolepool.cluster import process
+from rolepool.cluster.monitor import Monitors
+from rolepool.config import load_config
+from rolepool.data.demo import make_demo
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.metrics.spans import Span
+from rolepool.protocol import DataProto
+from rolepool.protocol.parts import part, part_times
+from rolepool.report.run import read_run
+from rolepool.trainer import rows
+from rolepool.trainer.loop import Trainer
+
+ROOT = Path(__file__).parent.parent
+NUM_CALLS = 300
+
+
+class Stopwatch:
+    """Adds up the time spent in functions."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def of_a_call(num_rows: int, width: int) -> float:
+    """Seconds that a worker spends on the record of one call."""
+    names = ("input_ids", "attention_mask", "position_ids", "responses", "values", "advantages")
+    batch = DataProto.from_dict({name: torch.ones(num_rows, width) for name in names})
+    start = time.perf_counter()
+    for _ in range(NUM_CALLS):
+        with part_times() as times:
+            for _ in range(12):  # as an update of four mini-batches has
+                with part("forward"):
+                    pass
+        handled = process._Handled.of([batch], None)
+        Span("pool", "role", 0, "method", 0.0, 0.0, 0.0)._replace(
+            num_rows=handled.num_rows,
+            num_tokens=handled.num_tokens,
+            num_bytes=handled.num_bytes,
+            peak_memory_bytes=process._peak_memory_bytes("cpu"),
+            parts=times.seconds(),
+        )
+    return (time.perf_counter() - start) / NUM_CALLS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes" / "demo_split.yaml"))
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="recording_cost_"))
+    demo = make_demo(folder / "data")
+    words = [
+        f"data.train_files={demo.train_file}",
+        "data.val_files=[]",
+        f"actor_rollout_ref.model.path={demo.model}",
+        f"trainer.total_training_steps={options.steps}",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+    ]
+    watch = Stopwatch()
+    RunFolder.add_spans = watch.around("write spans", RunFolder.add_spans)  # type: ignore[method-assign]
+    RunFolder.add_monitor = watch.around("write samples", RunFolder.add_monitor)  # type: ignore[method-assign]
+    Monitors.take = watch.around("take samples", Monitors.take)  # type: ignore[method-assign]
+    rows.step_metrics = watch.around("analyse spans", rows.step_metrics)
+    Trainer(load_config([options.recipe], words)).run()
+
+    run = read_run(folder / "run")
+    step_s = [row["timing_s/step"] for row in run.rows if "timing_s/step" in row]
+    mean_s = sum(step_s) / len(step_s)
+    calls_a_rank = len(run.spans) / len(step_s) / len({(each.span.pool, each.span.rank) for each in run.spans})
+    watch.seconds["make spans (on a rank)"] = of_a_call(256, 12) * calls_a_rank * len(step_s)
+    print(f"{len(step_s)} steps of {mean_s * 1000:.0f} ms, {len(run.spans) / len(step_s):.1f} spans a step")
+    for name, seconds in watch.seconds.items():
+        print(f"{name:24} {seconds / len(step_s) * 1000:8.3f} ms a step {seconds / sum(step_s):8.3%}")
+    total = sum(watch.seconds.values()) / sum(step_s)
+    print(f"{'all':24} {total * mean_s * 1000:8.3f} ms a step {total:8.3%} of the step (goal: under 1%)")
+
+
+if __name__ == "__main__":
+    main()
