@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rolepool.metrics.spans import Span
 
-PER_TOKEN = ("gen", "ref", "values", "update_critic", "update_actor")
+PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def operation_times(spans: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, float]:

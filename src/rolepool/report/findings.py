@@ -78,9 +78,11 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _idle_pool(run: Run, summary: Summary, grouped: ByStep) -> Iterator[Finding]:
-    """The pool of GPUs that has least to do while another works."""
-    pools = [name for name in run.plan.pools if name in summary.pools] if run.plan is not None else []
-    if run.plan is None or len(pools) < 2:
+    """The pool of GPUs that has least to do while another works. Where pools share GPUs, the others use them."""
+    if run.plan is None:
+        return
+    pools = [name for name, pool in run.plan.pools.items() if name in summary.pools and pool.share == 1]
+    if len(pools) < 2:
         return
     name = min(pools, key=lambda pool: summary.pools[pool].busy_fraction)
     idle = 1 - summary.pools[name].busy_fraction
@@ -114,7 +116,7 @@ def _idle_pool(run: Run, summary: Summary, grouped: ByStep) -> Iterator[Finding]
 
 def _divisions(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
     """Other ways to divide the GPUs of a split, and what each makes of the time of calls on a pool."""
-    if plan.pools.keys() != {ACTOR_POOL, CRITIC_POOL} or any(pool.share != 1 for pool in plan.pools.values()):
+    if plan.pools.keys() != {ACTOR_POOL, CRITIC_POOL}:
         return
     actor, critic = plan.pools[ACTOR_POOL].counts_by_node, plan.pools[CRITIC_POOL].counts_by_node
     if len({*actor.values()}) > 1 or len({*critic.values()}) > 1:

@@ -110,10 +110,12 @@ class Actor(TrainedRole):
                 passes=self.passes["update_actor"],
                 loss_of=self._loss_of,
             )
-        learning_rate = self.trained.learning_rate
+        metrics["lr"] = self.trained.learning_rate
+        if self.keys.use_kl_loss:
+            metrics["kl_coef"] = self.keys.kl_loss_coef
         if ends_step:
             self.trained.num_updates += 1
-        return {**{f"actor/{name}": value for name, value in metrics.items()}, "actor/lr": learning_rate}
+        return {f"actor/{name}": value for name, value in metrics.items()}
 
     @property
     def _rows_per_mini_batch(self) -> int:

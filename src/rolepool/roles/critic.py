@@ -94,10 +94,10 @@ class Critic(TrainedRole):
                 passes=self.passes["update_critic"],
                 loss_of=self._loss_of,
             )
-        learning_rate = self.trained.learning_rate
+        metrics["lr"] = self.trained.learning_rate
         if ends_step:
             self.trained.num_updates += 1
-        return {**{f"critic/{name}": value for name, value in metrics.items()}, "critic/lr": learning_rate}
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
     def _loss_of(
         self, batch: dict[str, Tensor], rows: Sequence[int], counts: LossCounts

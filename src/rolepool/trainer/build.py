@@ -5,6 +5,7 @@ Owns which process gets which role, and how the rollout comes by the actor's wei
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
 from rolepool.rollout.tensor_parallel import refuse_uneven
 
+CPUS_PER_HELPER, MOST_HELPERS = 8, 8
+"""Processes for rule rewards: one for so many CPUs of the driver's node, within a limit."""
 WEIGHTS_PER_CALL = 16
 """Tensors of one leg of a weight sync: about two layers are on their way at a time."""
 
@@ -68,7 +71,7 @@ def build_roles(
     add(Role.Critic, Critic, num_training_steps)
     add(Role.RewardModel, RewardModel, tokenizer.pad_token_id)
     if Role.RewardModel not in plan.roles:
-        helpers = cluster.add_helpers(RULE_POOL, 1)
+        helpers = cluster.add_helpers(RULE_POOL, min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MOST_HELPERS))
         proxies[Role.RewardModel] = helpers.add_role("reward", RuleReward, config, blocking=False)
     for proxy in proxies.values():
         proxy.ready.get()
