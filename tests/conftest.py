@@ -5,6 +5,7 @@ import os
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub; a name that is no folder is to fail at once
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from commands import Outcome
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 
