@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolepool import __version__
-from rolepool.config.built import VALUES_IN_FORCE, is_built
+from rolepool.config.built import is_built
 from rolepool.config.schema import all_keys
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "plan_deepseek7b_split.txt"
@@ -314,12 +314,9 @@ def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolep
 
 
 def test_train_lists_the_defaults_that_are_not_in_force(rolepool: Rolepool) -> None:
-    outcome = rolepool("train", "actor_rollout_ref.rollout.enforce_eager=true")
-    (line,) = [line for line in outcome.err.splitlines() if line.startswith("defaults not in force yet: ")]
-    listed = re.findall(r"(?:: |, )([a-z][\w.]+)=", line)
-    assert set(listed) < set(VALUES_IN_FORCE)
-    assert "actor_rollout_ref.model.lora_alpha" in listed
-    assert "actor_rollout_ref.rollout.enforce_eager" not in listed
+    line = "defaults not in force yet: actor_rollout_ref.rollout.enforce_eager=false"
+    assert line in rolepool("train").err.splitlines()
+    assert "defaults not in force" not in rolepool("train", "actor_rollout_ref.rollout.enforce_eager=true").err
 
 
 def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:

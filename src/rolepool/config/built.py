@@ -12,7 +12,7 @@ from rolepool.config.schema import all_keys
 
 VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_rank": (0,),
-    "actor_rollout_ref.model.lora_alpha": (),
+    "actor_rollout_ref.model.lora_alpha": (16,),
     "actor_rollout_ref.rollout.name": ("native",),
     "actor_rollout_ref.rollout.enforce_eager": (True,),
     "placement.mps": (False,),

@@ -6,6 +6,7 @@ and the model is left as it is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Iterator
 
 import torch
@@ -29,6 +30,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # Layers go to the device one by one as they are sharded: the whole model never has to fit there.
+    # It warns of in-place changes to what a model returns when that is a view; nothing here makes any.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*decoder_layers(model), model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         # The ranks' losses are shares to be added, and so are gradients: averaging and scaling back would round them.
