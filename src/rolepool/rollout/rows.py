@@ -115,7 +115,8 @@ class Rows:
         """Take the next token of each of `rows` that has not ended."""
         steps, limits = self.steps[rows], self.limits[rows]
         goes_on = steps < limits
-        places = (self.slots[rows], torch.where(goes_on, steps, self.max_new_tokens))
+        # Nothing here may copy a number from the host, which a step that is captured cannot do.
+        places = (self.slots[rows], steps.masked_fill(~goes_on, self.max_new_tokens))
         self._sampled.index_put_(places, tokens)
         self._log_probs.index_put_(places, log_probs)
         self.tokens[rows] = torch.where(goes_on, tokens, self.tokens[rows])
