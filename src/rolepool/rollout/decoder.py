@@ -445,7 +445,7 @@ def lay_side_by_side(model: Any) -> None:
         for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
-                if all(part is not None for part in parts):
+                if all(part is not None for part in parts) and _joined(parts) is None:
                     joint = torch.cat([part.data for part in parts])
                     for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
                         part.data = view
