@@ -18,6 +18,8 @@ _SPLITS = (1, 4, 16)
 _NUM_PROGRAMS = 256
 """That keep a GPU busy: fewer rows are split."""
 _VOCAB_BLOCK = 4096
+_NUM_HALVINGS = 30
+"""Of the range of a row's scores, after which float32 tells no more of them apart."""
 _ALL = 2**30
 """A window that no sequence is longer than."""
 
@@ -269,6 +271,80 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
 
 
 @triton.jit
+def _mass_above(
+    row_ptr, inverse_temperature, largest, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Of a row's scores above `least`: how many, or the sum of their powers."""
+    mass = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        mass += tl.where(score > least, 1.0 if COUNT else tl.exp(score - largest), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _find_floor(
+    logits_ptr,
+    floors_ptr,
+    inverse_temperature,
+    row_stride,
+    top_k,
+    top_p,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_HALVINGS: tl.constexpr,
+):
+    """Halve the range in which the floor is until no two scores are told apart: first for top-k, then for top-p."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        highest = tl.maximum(highest, score)
+        lowest = tl.minimum(lowest, tl.where(score > -float("inf"), score, float("inf")))
+    largest = tl.max(highest)
+    floor = tl.min(lowest) - 1.0
+    if top_k < VOCAB:
+        above = largest
+        for _ in range(NUM_HALVINGS):
+            middle = 0.5 * (floor + above)
+            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True) >= top_k
+            floor = tl.where(is_enough, middle, floor)
+            above = tl.where(is_enough, above, middle)
+    if top_p < 1:
+        above = largest
+        wanted = top_p * _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
+        for _ in range(NUM_HALVINGS):
+            middle = 0.5 * (floor + above)
+            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False) >= wanted
+            floor = tl.where(is_enough, middle, floor)
+            above = tl.where(is_enough, above, middle)
+    tl.store(floors_ptr + row, floor)
+
+
+def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """For each row a number above which are the scores (logits over temperature) that top-k and top-p keep."""
+    num_rows, vocab_size = logits_bv.shape
+    floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
+    _find_floor[(num_rows,)](
+        logits_bv,
+        floors_b,
+        1 / temperature,
+        logits_bv.stride(0),
+        top_k if top_k > 0 else vocab_size,
+        float(top_p),
+        vocab_size,
+        _VOCAB_BLOCK,
+        _NUM_HALVINGS,
+        num_warps=16,
+    )
+    return floors_b
+
+
+@triton.jit
 def _mix32(x):
     """A bijection of 32 bits in which every bit of the input moves every bit of the output."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -281,6 +357,7 @@ def _race(
     logits_ptr,
     streams_ptr,
     steps_ptr,
+    floors_ptr,
     sums_ptr,
     tokens_ptr,
     inverse_temperature,
@@ -288,12 +365,15 @@ def _race(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
 ):
     """The winner of one block of a row's tokens, and the block's part of the softmax's denominator."""
     row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
     score *= inverse_temperature
+    if HAS_FLOOR:
+        score = tl.where(score > tl.load(floors_ptr + row), score, -float("inf"))
     largest = tl.max(score)
     base = tl.where(largest == -float("inf"), 0.0, largest)
     entry = score
@@ -340,9 +420,9 @@ def _finish_race(
 
 
 def race(
-    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, temperature: float, greedy: bool
+    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, temperature: float, greedy: bool, floors_b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row, drawn from its softmax at `temperature`, or the likeliest; and its log-prob."""
+    """A token of each row, drawn from its softmax at `temperature` above its floor, or the likeliest; its log-prob."""
     num_rows, vocab_size = logits_bv.shape
     num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
     sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=logits_bv.device)
@@ -353,6 +433,7 @@ def race(
         logits_bv,
         streams_b,
         steps_b,
+        log_probs_b if floors_b is None else floors_b,
         sums,
         block_tokens,
         1 / temperature,
@@ -360,6 +441,7 @@ def race(
         vocab_size,
         _VOCAB_BLOCK,
         greedy,
+        floors_b is not None,
         num_warps=8,
     )
     blocks_pad = triton.next_power_of_2(num_blocks)

@@ -23,7 +23,7 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
     """Logits of the distribution to sample from; tokens that temperature, top-k and top-p rule out are at -inf.
 
     Top-k keeps all tokens as likely as the k-th. Top-p keeps the smallest set of likeliest tokens whose probability
-    exceeds top_p, and never less than one.
+    exceeds top_p, all that are as likely as the last of them, and never less than one.
     """
     scores_bv = logits_bv.float()
     if sampling.temperature != 1:
@@ -33,10 +33,11 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
         least_b1 = scores_bv.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     if sampling.top_p < 1:
-        ascending_bv, order_bv = scores_bv.sort(dim=-1)
+        ascending_bv = scores_bv.sort(dim=-1).values
         dropped_bv = ascending_bv.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         dropped_bv[:, -1] = False
-        scores_bv = scores_bv.masked_fill(torch.zeros_like(dropped_bv).scatter(1, order_bv, dropped_bv), -torch.inf)
+        least_b1 = ascending_bv.masked_fill(dropped_bv, torch.inf).amin(dim=-1, keepdim=True)
+        scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     return scores_bv
 
 
@@ -71,10 +72,10 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
 def _choose_by_race(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     from rolepool.rollout import kernels  # which need Triton
 
-    temperature = 1.0 if sampling.is_greedy else sampling.temperature
+    temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
     if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
-        logits_bv, temperature = filter_logits(logits_bv, sampling), 1.0
-    return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy)
+        floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
+    return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b)
 
 
 def _mix(x: Tensor) -> Tensor:
