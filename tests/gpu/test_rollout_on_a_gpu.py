@@ -151,7 +151,8 @@ def test_draws_follow_the_distribution_and_carry_its_log_probs(settings: dict[st
         steps = torch.full((num_seeds,), step, device="cuda")
         drawn, log_probs = choose(logits.expand(num_seeds, -1).contiguous(), streams, steps, sampling)
         counts += torch.bincount(drawn, minlength=6000)
-        worst = max(worst, float((log_probs - reference[drawn]).abs().max()))
+        is_inside = reference[drawn].isfinite()
+        worst = max(worst, float((log_probs - reference[drawn])[is_inside].abs().max()))
     expected = reference.double().exp() * num_seeds * num_steps
     # The sum that reaches top_p may be rounded the other way for one token at the edge.
     num_outside = int(counts[expected == 0].sum())
