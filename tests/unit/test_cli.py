@@ -313,12 +313,6 @@ def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolep
     assert "not built yet; leave it out" not in outcome.err
 
 
-def test_train_lists_the_defaults_that_are_not_in_force(rolepool: Rolepool) -> None:
-    line = "defaults not in force yet: actor_rollout_ref.rollout.enforce_eager=false"
-    assert line in rolepool("train").err.splitlines()
-    assert "defaults not in force" not in rolepool("train", "actor_rollout_ref.rollout.enforce_eager=true").err
-
-
 def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:
     without = rolepool("train")
     assert (without.code, without.err.splitlines()[-1].split(":")[:2]) == (

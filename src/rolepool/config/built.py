@@ -14,7 +14,6 @@ VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_rank": (0,),
     "actor_rollout_ref.model.lora_alpha": (16,),
     "actor_rollout_ref.rollout.name": ("native",),
-    "actor_rollout_ref.rollout.enforce_eager": (True,),
     "placement.mps": (False,),
 }
 
@@ -27,11 +26,6 @@ def is_built(path: str) -> bool:
 def refused_keys(loaded: LoadedConfig) -> list[str]:
     """The keys the user set to values that are not in force, in the order of the schema."""
     return [path for path in all_keys() if path in loaded.set_keys and not _in_force(path, loaded)]
-
-
-def defaults_not_in_force(loaded: LoadedConfig) -> list[str]:
-    """The keys whose default is not in force, in the order of the schema."""
-    return [path for path in all_keys() if path not in loaded.set_keys and not _in_force(path, loaded)]
 
 
 def _in_force(path: str, loaded: LoadedConfig) -> bool:

@@ -55,6 +55,7 @@ class Rollout(Worker):
             cache_bytes=room,
             shard=shard,
             parallel=TensorParallel.over_neighbours(self.context.tp_size),
+            enforce_eager=self.keys.enforce_eager,
         )
 
     def _load(self, dtype: torch.dtype) -> tuple[nn.Module, Shard]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rolepool.errors import RolepoolError
+from rolepool.rollout import gpu
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
 
@@ -22,8 +23,14 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings in which a position's angles do not depend on how long the longest sequence of the batch is."""
 
-Attention = Callable[[int, Tensor], Tensor]
-"""Layer and queries (tokens, heads, head_dim) to outputs (tokens, heads * head_dim)."""
+_MAX_FLASH_HEAD_DIM = 256
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer, and queries, keys and values of the pass's tokens (tokens, heads, head_dim), which the cache holds by now, to
+outputs (tokens, heads * head_dim)."""
+Store = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Layer and queries, keys and values side by side (tokens, all heads, head_dim), to the three, queries and keys turned
+by their positions; keys and values are then in the cache."""
 
 
 class Piece(NamedTuple):
@@ -35,7 +42,8 @@ class Piece(NamedTuple):
 
 
 class Projection:
-    """Linear maps of the same input whose outputs stand side by side."""
+    """Linear maps of the same input whose outputs stand side by side. `fuse` copies their weights; weights that
+    `lay_side_by_side` has joined are one matrix without a copy, which follows when they change."""
 
     def __init__(self, *linears: nn.Linear, fuse: bool) -> None:
         self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
@@ -47,11 +55,16 @@ class Projection:
                 self._bias = torch.cat(
                     [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in self._parts]
                 )
+            return
+        weight, bias = _joined([weight for weight, _ in self._parts]), _joined([bias for _, bias in self._parts])
+        if weight is not None and (bias is not None or all(bias is None for _, bias in self._parts)):
+            self._parts = [(weight, bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._fused is not None:
             return x @ self._fused if self._bias is None else torch.addmm(self._bias, x, self._fused)
-        return torch.cat([F.linear(x, weight, bias) for weight, bias in self._parts], dim=-1)
+        outputs = [F.linear(x, weight, bias) for weight, bias in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 class Norm(NamedTuple):
@@ -72,7 +85,8 @@ class Layer(NamedTuple):
     out: Projection
     mlp_norm: Norm
     gate_up: Projection
-    activation: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor], Tensor]
+    """Gates and inner features side by side, to gated features."""
     down: Projection
 
 
@@ -110,6 +124,8 @@ class Decoder:
         # Heads are counted in the weights, which hold a part of the model's heads where they are split over ranks.
         self._num_heads: int = attention.q_proj.weight.shape[0] // self._head_dim
         self._num_kv_heads: int = attention.k_proj.weight.shape[0] // self._head_dim
+        self._is_silu = config.hidden_act == "silu"
+        self._place: Tensor | None = None
         self.max_positions: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
 
@@ -132,21 +148,27 @@ class Decoder:
         half = self._head_dim // 2
         return Weights(
             embedding=embedding,
-            layers=[_read_layer(layer, fuse) for layer in trunk.layers],
+            layers=[self._read_layer(layer, fuse) for layer in trunk.layers],
             norm=_read_norm(trunk.norm),
             head=Projection(self._model.lm_head, fuse=False),
             cos=cos[0],
             signed_sin=torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
         )
 
+    def find(self, cache: SlotCache) -> None:
+        """Tell the kernels where the cache of the next passes is, in a tensor that stays where it is."""
+        place = torch.tensor(cache.place, device=self.device)
+        self._place = place if self._place is None else self._place.copy_(place)
+
     def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
-        """Run the packed tokens of `pieces`; the hidden state (pieces, hidden) after each piece's last token."""
+        """Run the packed tokens of `pieces`; the final state (pieces, hidden) after each piece's last token."""
         device = tokens_t.device
         slots_t = torch.cat([torch.full((piece.num_tokens,), piece.slot) for piece in pieces]).to(device)
         positions_t = torch.cat([torch.arange(piece.start, piece.start + piece.num_tokens) for piece in pieces]).to(
             device
         )
-        attention = self._prefill_attention(weights, cache, pieces)
+        is_flash = self._can_flash(cache.shape) and all(piece.start == 0 for piece in pieces)
+        attention = self._flash_attention(pieces) if is_flash else self._prefill_attention(weights, cache, pieces)
         hidden_te = self._run(weights, cache, tokens_t, positions_t, slots_t, attention)
         last = torch.tensor([piece.num_tokens for piece in pieces], device=device).cumsum(0) - 1
         return hidden_te[last]
@@ -154,13 +176,16 @@ class Decoder:
     def decode(
         self, weights: Weights, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
     ) -> Tensor:
-        """Run one token of each of the first slots; the hidden states (slots, hidden). No token stands at `length` or
-        later."""
-        attention = self._decode_attention(weights, cache, positions_b, length)
+        """Run one token of each row; the final states (rows, hidden). With kernels a row may be in any slot, and at
+        position -1 in none; without, row i is in slot i, and no token stands at `length` or later."""
+        if gpu.has_kernels(tokens_b.device):
+            attention = self._kernel_attention(positions_b, slots_b)
+        else:
+            attention = self._decode_attention(weights, cache, positions_b, length)
         return self._run(weights, cache, tokens_b, positions_b, slots_b, attention)
 
-    def logits(self, weights: Weights, hidden_be: Tensor) -> Tensor:
-        return weights.head(weights.norm(hidden_be))
+    def logits(self, weights: Weights, final_be: Tensor) -> Tensor:
+        return weights.head(final_be)
 
     def _run(
         self,
@@ -171,23 +196,94 @@ class Decoder:
         slots_t: Tensor,
         attention: Attention,
     ) -> Tensor:
-        num_tokens, num_rotated = tokens_t.shape[0], self._num_heads + self._num_kv_heads
-        half = self._head_dim // 2
+        by_kernels = gpu.has_kernels(tokens_t.device)
+        store = (self._kernel_store if by_kernels else self._store)(weights, cache, positions_t, slots_t)
+        add_norm = _kernel_add_norm if by_kernels else _add_norm
+        next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
+        x_te = F.embedding(tokens_t, weights.embedding)
+        normed_te = weights.layers[0].input_norm(x_te)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            qkv_thd = layer.qkv(normed_te).unflatten(1, (-1, self._head_dim))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+                queries_thd, keys_thd, values_thd = qkv_thd.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+                qkv_thd = torch.cat((layer.q_norm(queries_thd), layer.k_norm(keys_thd), values_thd), dim=1)
+            attended_te = attention(index, *store(index, qkv_thd))
+            x_te, normed_te = add_norm(x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm)
+            inner_te = layer.gate(layer.gate_up(normed_te))
+            x_te, normed_te = add_norm(x_te, self._parallel.sum(layer.down(inner_te)), next_norm)
+        return normed_te
+
+    def _store(self, weights: Weights, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
         cos_t1d, sin_t1d = weights.cos[positions_t][:, None], weights.signed_sin[positions_t][:, None]
         places = cache.places(slots_t, positions_t)
-        x_te = F.embedding(tokens_t, weights.embedding)
-        for index, layer in enumerate(weights.layers):
-            qkv_thd = layer.qkv(layer.input_norm(x_te)).view(num_tokens, -1, self._head_dim)
-            qk_thd, values_thd = qkv_thd[:, :num_rotated], qkv_thd[:, num_rotated:]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
-                qk_thd = torch.cat((layer.q_norm(queries_thd), layer.k_norm(keys_thd)), dim=1)
+        num_heads, half = self._num_heads, self._head_dim // 2
+
+        def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
             qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(half, dims=-1), sin_t1d)
-            cache.write(index, places, qk_thd[:, self._num_heads :], values_thd)
-            x_te = x_te + self._parallel.sum(layer.out(attention(index, qk_thd[:, : self._num_heads])))
-            gate, up = layer.gate_up(layer.mlp_norm(x_te)).chunk(2, dim=-1)
-            x_te = x_te + self._parallel.sum(layer.down(layer.activation(gate) * up))
-        return x_te
+            cache.write(index, places, qk_thd[:, num_heads:], values_thd)
+            return qk_thd[:, :num_heads], qk_thd[:, num_heads:], values_thd
+
+        return store
+
+    def _kernel_store(self, weights: Weights, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
+        from rolepool.rollout import kernels
+
+        def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert self._place is not None
+            kernels.rotate_and_store(
+                qkv_thd, self._num_heads, weights.cos, weights.signed_sin, positions_t, slots_t, self._place, index
+            )
+            queries, keys, values = qkv_thd.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+            return queries, keys, values
+
+        return store
+
+    def _kernel_attention(self, positions_b: Tensor, slots_b: Tensor) -> Attention:
+        from rolepool.rollout import kernels
+
+        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+            assert self._place is not None
+            window = self._windows[index]
+            return kernels.attend(
+                queries_bhd, self._num_kv_heads, positions_b, slots_b, self._place, index, window, self._scale
+            )
+
+        return attend
+
+    def _can_flash(self, shape: CacheShape) -> bool:
+        fits = shape.head_dim % 8 == 0 and shape.head_dim <= _MAX_FLASH_HEAD_DIM
+        return fits and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+
+    def _flash_attention(self, pieces: list[Piece]) -> Attention:
+        """Whole prompts, packed: nothing is padded, and no keys are repeated."""
+        ends_n = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
+        ends_n = ends_n.to(self.device, torch.int32)
+        longest = max(piece.num_tokens for piece in pieces)
+
+        def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
+            window = self._windows[index]
+            # The operator itself: the function around it takes grouped queries in some versions of torch only.
+            outputs_thd = torch.ops.aten._flash_attention_forward(
+                queries_thd,
+                keys_thd,
+                values_thd,
+                ends_n,
+                ends_n,
+                longest,
+                longest,
+                0.0,
+                True,
+                False,
+                scale=self._scale,
+                window_size_left=None if window is None else window - 1,
+                window_size_right=None if window is None else 0,
+            )[0]
+            flat: Tensor = outputs_thd.flatten(1)
+            return flat
+
+        return attend
 
     def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
         """The queries of a group stand on the axis of positions, so that keys are read once and never repeated."""
@@ -201,7 +297,7 @@ class Decoder:
             mask_bl = torch.zeros_like(hidden_bl, dtype=weights.cos.dtype).masked_fill_(hidden_bl, -torch.inf)
             masks[window] = mask_bl[:, None, None].repeat(1, 1, num_groups, 1)
 
-        def attend(index: int, queries_bhd: Tensor) -> Tensor:
+        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             keys_bhld, values_bhld = cache.read(index, slice(0, num_rows), length)
             outputs_bhgd = F.scaled_dot_product_attention(
                 queries_bhd.unflatten(1, (self._num_kv_heads, num_groups)),
@@ -239,7 +335,7 @@ class Decoder:
 
         masks = {(first, window): mask_of(first, window) for _, first, _ in runs for window in set(self._windows)}
 
-        def attend(index: int, queries_thd: Tensor) -> Tensor:
+        def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             outputs = []
             for first_token, first, num_pieces in runs:
                 rows = slice(first_token, first_token + num_pieces * first.num_tokens)
@@ -259,6 +355,33 @@ class Decoder:
             return torch.cat(outputs)
 
         return attend
+
+    def _read_layer(self, layer: Any, fuse: bool) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        has_head_norms = hasattr(attention, "q_norm")
+        return Layer(
+            input_norm=_read_norm(layer.input_layernorm),
+            qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj, fuse=fuse),
+            q_norm=_read_norm(attention.q_norm) if has_head_norms else None,
+            k_norm=_read_norm(attention.k_norm) if has_head_norms else None,
+            out=Projection(attention.o_proj, fuse=False),
+            mlp_norm=_read_norm(layer.post_attention_layernorm),
+            gate_up=Projection(mlp.gate_proj, mlp.up_proj, fuse=fuse),
+            gate=self._read_gate(mlp.act_fn),
+            down=Projection(mlp.down_proj, fuse=False),
+        )
+
+    def _read_gate(self, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        if self._is_silu and gpu.has_kernels(self.device):
+            from rolepool.rollout import kernels
+
+            return kernels.silu_gate
+
+        def gate(gate_up_te: Tensor) -> Tensor:
+            gates_te, up_te = gate_up_te.chunk(2, dim=-1)
+            return activation(gates_te) * up_te
+
+        return gate
 
     def _refuse_wrapped_linears(self) -> None:
         """Of a projection that is more than a linear map (an adapter, a quantized one), `weight` would not be all."""
@@ -302,17 +425,41 @@ def _read_norm(module: Any) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _read_layer(layer: Any, fuse: bool) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    has_head_norms = hasattr(attention, "q_norm")
-    return Layer(
-        input_norm=_read_norm(layer.input_layernorm),
-        qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj, fuse=fuse),
-        q_norm=_read_norm(attention.q_norm) if has_head_norms else None,
-        k_norm=_read_norm(attention.k_norm) if has_head_norms else None,
-        out=Projection(attention.o_proj, fuse=False),
-        mlp_norm=_read_norm(layer.post_attention_layernorm),
-        gate_up=Projection(mlp.gate_proj, mlp.up_proj, fuse=fuse),
-        activation=mlp.act_fn,
-        down=Projection(mlp.down_proj, fuse=False),
-    )
+def _add_norm(x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    x_te = x_te + delta_te
+    return x_te, norm(x_te)
+
+
+def _kernel_add_norm(x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    from rolepool.rollout import kernels
+
+    return x_te, kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+
+
+@torch.no_grad()
+def lay_side_by_side(model: Any) -> None:
+    """Give weights that are applied to the same input one storage, so that they are used as one matrix. They stay
+    parameters of their own, which are changed in place as ever."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            for name in ("weight", "bias"):
+                parts = [getattr(linear, name) for linear in linears]
+                if all(part is not None for part in parts) and _joined(parts) is None:
+                    joint = torch.cat([part.data for part in parts])
+                    for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
+                        part.data = view
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """Tensors that follow each other in one storage as one tensor, or None."""
+    first, end = parts[0], None
+    for part in parts:
+        if part is None or first is None or not part.is_contiguous() or end not in (None, part.data_ptr()):
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end = part.data_ptr() + part.nbytes
+    assert first is not None
+    num_outputs = sum(len(part) for part in parts if part is not None)
+    return first.detach().as_strided((num_outputs, *first.shape[1:]), first.stride())

@@ -40,7 +40,7 @@ def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilizatio
 
 
 class SlotCache:
-    """`num_slots` slots of `length` tokens each. Running samples fill the first slots, without holes."""
+    """`num_slots` slots of `length` tokens each."""
 
     def __init__(self, shape: CacheShape, num_slots: int, length: int) -> None:
         self.shape, self.num_slots, self.length = shape, num_slots, length
@@ -54,6 +54,11 @@ class SlotCache:
             (keys.view(-1, shape.head_dim), values.view(-1, shape.head_dim))
             for keys, values in zip(self._keys, self._values, strict=True)
         ]
+
+    @property
+    def place(self) -> list[int]:
+        """Where a kernel finds it: addresses of keys and values, slots, and their length."""
+        return [self._keys.data_ptr(), self._values.data_ptr(), self.num_slots, self.length]
 
     def fits(self, shape: CacheShape, num_slots: int, length: int) -> bool:
         return self.shape == shape and self.num_slots >= num_slots and self.length >= length
@@ -71,7 +76,7 @@ class SlotCache:
         """Keys and values (slots, heads, length, head_dim) of the first `length` tokens; views, nothing is copied."""
         return self._keys[layer, slots, :, :length], self._values[layer, slots, :, :length]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a slot's first `length` tokens over another slot."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """A slot's first `length` tokens over another slot."""
         for storage in (self._keys, self._values):
             storage[:, target, :, :length] = storage[:, source, :, :length]

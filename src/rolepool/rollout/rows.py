@@ -1,11 +1,12 @@
 """The running samples of a generation, one row each: what was sampled so far and where each row ends.
 
-Rows 0 to `num_running` - 1 are in use, and row i is slot i of the cache. All rows take one step at a time, so the host
-knows lengths and limits by counting and reads nothing from the device to learn them. Does not know the model.
+Rows 0 to `num_running` - 1 are in use. A row that has reached its end takes no more tokens, so steps may go on past
+it until the host looks. What every row has at least done the host knows by counting steps. Does not know the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,15 @@ from torch import Tensor
 
 from rolepool.rollout.kv_cache import SlotCache
 
+_NOBODYS = [0, -1, 0, 0, 0, 0]
+"""State of a row that is not in use: at its end, and at no position."""
+
 
 class Row(NamedTuple):
     """What the host knows of a running sample. `clock` counts the decode steps of the generation."""
 
     request: int
+    slot: int
     zero_clock: int
     """Clock minus length: where the clock would have stood when the sample had no token in the cache."""
     first_clock: int
@@ -26,21 +31,43 @@ class Row(NamedTuple):
     """When its last token is sampled, if no stop token comes first."""
 
 
-class Rows:
-    """Room for `num_rows` running samples of up to `max_new_tokens` tokens each."""
+class Taken(NamedTuple):
+    """A sample that has ended."""
 
-    def __init__(self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...], device: torch.device):
-        self._device = device
-        self._state = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.steps, self.streams = self._state
-        """The token to run next, its position, how many tokens were sampled, and the seed of the sample's numbers."""
-        self.indices = torch.arange(num_rows, device=device)
-        self._sampled = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)
-        self._log_probs = torch.zeros(num_rows, max_new_tokens, device=device)
+    request: int
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class Rows:
+    """Room for `num_rows` running samples of up to `max_new_tokens` tokens each, a slot of the cache for each row.
+
+    With `scattered` a row keeps the slot it began with; without, row i is always in slot i.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_new_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        device: torch.device,
+        scattered: bool,
+    ) -> None:
+        self.num_rows, self.max_new_tokens, self.stop_token_ids = num_rows, max_new_tokens, stop_token_ids
+        self._device, self._scattered = device, scattered
+        self._nobodys = torch.tensor(_NOBODYS, device=device)[:, None]
+        self._state = self._nobodys.repeat(1, num_rows)
+        self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
+        """The token to run next, its position, how many tokens were sampled, after how many the row ends (fewer
+        when a stop token has come), the seed of the sample's numbers, and the slot of the cache."""
+        # One place more than tokens: there goes what rows that have ended still sample.
+        self._sampled = torch.zeros(num_rows, max_new_tokens + 1, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[Row] = []
+        self._free = list(range(num_rows))[::-1]
         self._clock = 0
-        self._min_zero_clock = self._next_end = 0
+        self._min_zero_clock = self._next_end = self._last_end = 0
 
     @property
     def num_running(self) -> int:
@@ -48,72 +75,105 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, the one to run next included."""
+        """Tokens of the longest row, the one to run next included, or more when rows have ended."""
         return self._clock - self._min_zero_clock + 1
 
     @property
+    def num_steps_left(self) -> int:
+        """After which all rows have ended."""
+        return self._last_end - self._clock
+
+    @property
     def num_tokens(self) -> int:
-        """Sampled by the running rows."""
-        return sum(self._clock - row.first_clock + 1 for row in self._rows)
+        """Sampled by the running rows, as far as the host knows."""
+        return sum(min(self._clock, row.last_clock) - row.first_clock + 1 for row in self._rows)
 
-    def enter(self, request: int, prompt_length: int, max_new_tokens: int) -> int:
-        """A new row, whose prompt is in the cache and whose first token is sampled before the next step."""
-        self._rows.append(
-            Row(request, self._clock - prompt_length, self._clock, self._clock + max_new_tokens - 1),
-        )
+    def fits(self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> bool:
+        has_room = self.num_rows >= num_rows and self.max_new_tokens >= max_new_tokens
+        return has_room and self.stop_token_ids == stop_token_ids
+
+    def enter(
+        self, requests: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], streams: Tensor
+    ) -> list[int]:
+        """New rows, whose first tokens are sampled before the next step; their slots."""
+        rows = slice(self.num_running, self.num_running + len(requests))
+        slots = [self._free.pop() for _ in requests]
+        for request, slot, length, limit in zip(requests, slots, prompt_lengths, limits, strict=True):
+            self._rows.append(Row(request, slot, self._clock - length, self._clock, self._clock + limit - 1))
+        last_positions = [length - 1 for length in prompt_lengths]
+        zeros = [0] * len(requests)
+        state = torch.tensor([zeros, last_positions, zeros, list(limits), streams.tolist(), slots])
+        self._state[:, rows] = state.to(self._device)
         self._recount()
-        return self.num_running - 1
-
-    def start(self, first: int, prompt_lengths: list[int], streams: Tensor) -> None:
-        """Set the device's state of new rows, from row `first` on."""
-        rows = slice(first, first + len(prompt_lengths))
-        self.positions[rows] = torch.tensor(prompt_lengths, device=self._device) - 1
-        self.steps[rows] = 0
-        self.streams[rows] = streams.to(self._device)
+        return slots
 
     def tick(self) -> None:
         """A decode step has run on all rows."""
         self._clock += 1
 
     def record(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
-        """Take the next token of each of `rows`."""
-        places = (self.indices[rows], self.steps[rows])
+        """Take the next token of each of `rows` that has not ended."""
+        steps, limits = self.steps[rows], self.limits[rows]
+        goes_on = steps < limits
+        # Nothing here may copy a number from the host, which a step that is captured cannot do.
+        places = (self.slots[rows], steps.masked_fill(~goes_on, self.max_new_tokens))
         self._sampled.index_put_(places, tokens)
         self._log_probs.index_put_(places, log_probs)
-        self.tokens[rows] = tokens
-        self.positions[rows] += 1
-        self.steps[rows] += 1
+        self.tokens[rows] = torch.where(goes_on, tokens, self.tokens[rows])
+        self.positions[rows].add_(goes_on)
+        steps.add_(goes_on)
+        if self.stop_token_ids:
+            is_stop = (tokens[:, None] == self._stops).any(dim=1) & goes_on
+            limits.copy_(torch.where(is_stop, steps, limits))
 
     def finished(self) -> list[int]:
-        """Rows that have ended, the last first."""
-        ended = {i for i, row in enumerate(self._rows) if row.last_clock <= self._clock} if self._is_due() else set()
-        if self._stops.numel():
-            stopped = (self.tokens[: self.num_running, None] == self._stops).any(dim=1)
-            ended.update(stopped.nonzero()[:, 0].tolist())
-        return sorted(ended, reverse=True)
+        """Rows that have ended."""
+        if not self.stop_token_ids and self._clock < self._next_end:
+            return []
+        running = slice(0, self.num_running)
+        ended: list[int] = (self.steps[running] >= self.limits[running]).nonzero()[:, 0].tolist()
+        return ended
 
-    def take(self, index: int) -> tuple[int, list[int], list[float]]:
-        """Request, tokens and log-probs of a row."""
-        row = self._rows[index]
-        count = self._clock - row.first_clock + 1
-        return row.request, self._sampled[index, :count].tolist(), self._log_probs[index, :count].tolist()
+    def take(self, indices: Sequence[int]) -> list[Taken]:
+        """What was sampled in rows that have ended."""
+        slots = torch.tensor([self._rows[index].slot for index in indices], device=self._device)
+        counts = self.steps[torch.tensor(indices, device=self._device)].tolist()
+        most = max(counts)
+        sampled, log_probs = (storage[slots, :most].cpu() for storage in (self._sampled, self._log_probs))
+        return [
+            Taken(self._rows[index].request, sampled[i, :count].tolist(), log_probs[i, :count].tolist())
+            for i, (index, count) in enumerate(zip(indices, counts, strict=True))
+        ]
 
-    def leave(self, index: int, cache: SlotCache) -> None:
-        """Close the row by moving the last one into its place."""
-        last = self._rows.pop()
-        source = self.num_running
-        if index != source:
-            self._rows[index] = last
-            cache.move(source, index, self._clock - last.zero_clock)
-            self._state[:, index] = self._state[:, source]
-            count = self._clock - last.first_clock + 1
-            for storage in (self._sampled, self._log_probs):
-                storage[index, :count] = storage[source, :count]
+    def leave(self, indices: Sequence[int], cache: SlotCache) -> None:
+        """Close rows; the last ones take their places."""
+        num_before, came_from = self.num_running, list(range(self.num_running))
+        for index in sorted(indices, reverse=True):
+            self._free.append(self._rows[index].slot)
+            self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
+            self._rows.pop()
+            came_from.pop()
+        remaining = slice(0, self.num_running)
+        self._state[:, remaining] = self._state[:, torch.tensor(came_from, dtype=torch.int64, device=self._device)]
+        self._state[:, self.num_running : num_before] = self._nobodys
+        if not self._scattered:
+            self._close_up(came_from, cache)
+        if not (self._scattered and self._rows):  # then those that are free are not the last ones
+            self._free = list(range(self.num_running, self.num_rows))[::-1]
         self._recount()
 
-    def _is_due(self) -> bool:
-        return self._next_end <= self._clock
+    def _close_up(self, came_from: list[int], cache: SlotCache) -> None:
+        """Move rows that took another's place to its slot. They come from behind all that remain."""
+        for index, source in enumerate(came_from):
+            if index != source:
+                row = self._rows[index]
+                cache.copy(source, index, min(self._clock, row.last_clock) - row.zero_clock)
+                for storage in (self._sampled, self._log_probs):
+                    storage[index] = storage[source]
+                self._rows[index] = row._replace(slot=index)
+                self.slots[index] = index
 
     def _recount(self) -> None:
         self._min_zero_clock = min((row.zero_clock for row in self._rows), default=self._clock)
         self._next_end = min((row.last_clock for row in self._rows), default=self._clock)
+        self._last_end = max((row.last_clock for row in self._rows), default=self._clock)

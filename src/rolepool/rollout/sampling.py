@@ -1,7 +1,8 @@
-"""From logits to tokens: temperature, top-k, top-p, and one uniform number per (sample, step).
+"""From logits to tokens: temperature, top-k, top-p, and random numbers that are a hash of (sample, step).
 
-A token is the inverse of the cumulative distribution at a uniform number that is a hash of the sample's seed and of
-the step, so that a draw depends on its own row only. Tensors in, tensors out, on any device, no host synchronisation.
+A draw depends on its own row only. On a CPU a token is the inverse of the cumulative distribution at one uniform
+number; on a GPU it is the first of a race in which every token has a number of its own, which reads the logits once.
+So the two draw different tokens for one seed. Tensors in, tensors out, no host synchronisation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rolepool.rollout import gpu
 from rolepool.rollout.engine import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -21,7 +23,7 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
     """Logits of the distribution to sample from; tokens that temperature, top-k and top-p rule out are at -inf.
 
     Top-k keeps all tokens as likely as the k-th. Top-p keeps the smallest set of likeliest tokens whose probability
-    exceeds top_p, and never less than one.
+    exceeds top_p, all that are as likely as the last of them, and never less than one.
     """
     scores_bv = logits_bv.float()
     if sampling.temperature != 1:
@@ -31,10 +33,11 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
         least_b1 = scores_bv.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     if sampling.top_p < 1:
-        ascending_bv, order_bv = scores_bv.sort(dim=-1)
+        ascending_bv = scores_bv.sort(dim=-1).values
         dropped_bv = ascending_bv.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         dropped_bv[:, -1] = False
-        scores_bv = scores_bv.masked_fill(torch.zeros_like(dropped_bv).scatter(1, order_bv, dropped_bv), -torch.inf)
+        least_b1 = ascending_bv.masked_fill(dropped_bv, torch.inf).amin(dim=-1, keepdim=True)
+        scores_bv = scores_bv.masked_fill(scores_bv < least_b1, -torch.inf)
     return scores_bv
 
 
@@ -52,6 +55,8 @@ def uniforms(streams_b: Tensor, steps_b: Tensor) -> Tensor:
 
 def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs."""
+    if gpu.has_kernels(logits_bv.device):
+        return _choose_by_race(logits_bv, streams_b, steps_b, sampling)
     if sampling.is_greedy:
         scores_bv = logits_bv.float()
         best, token_b = scores_bv.max(dim=-1)
@@ -62,6 +67,15 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
     target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
     token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=probs_bv.shape[-1] - 1)
     return token_b1[:, 0], probs_bv.gather(1, token_b1)[:, 0].log_()
+
+
+def _choose_by_race(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    from rolepool.rollout import kernels  # which need Triton
+
+    temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
+    if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
+        floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
+    return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Owns what is said before the first step and after the last. Heavy imports wait u
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,16 +21,13 @@ def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], Lo
     if options is None:
         return EXIT_FINE
 
-    from rolepool.config.built import defaults_not_in_force, refused_keys
+    from rolepool.config.built import refused_keys
     from rolepool.config.loading import show
 
     loaded = load(options.words)
     refused = refused_keys(loaded)
     if refused:
         raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
-    waiting = ", ".join(f"{path}={show(loaded.value_of(path))}" for path in defaults_not_in_force(loaded))
-    if waiting:
-        print(f"defaults not in force yet: {waiting}", file=sys.stderr)
 
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.loop import Trainer

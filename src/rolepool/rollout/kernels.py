@@ -1,0 +1,451 @@
+"""Triton kernels: what a pass on a GPU does between its matrix products, and the choice of tokens.
+
+A captured step outlives the cache it was captured with, so kernels find the cache by its `place`: a tensor with the
+addresses of keys and values, the number of slots and their length. A row whose position is -1 is nobody's: it reads
+and writes no cache. Arithmetic is in float32. Imported on machines with a GPU only.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SPLITS = (1, 4, 16)
+"""Parts that a row's tokens are attended to in: few kernels to compile."""
+_NUM_PROGRAMS = 256
+"""That keep a GPU busy: fewer rows are split."""
+_VOCAB_BLOCK = 4096
+_NUM_HALVINGS = 30
+"""Of the range of a row's scores, after which float32 tells no more of them apart."""
+_ALL = 2**30
+"""A window that no sequence is longer than."""
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_and_store(
+    qkv_ptr,
+    cos_ptr,
+    signed_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    place_ptr,
+    layer,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    KV_HEADS_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Of one token: turn its queries and keys in place, and write keys and values to the cache."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    keys = tl.multiple_of(tl.load(place_ptr).to(qkv_ptr.dtype), 16)
+    values = tl.multiple_of(tl.load(place_ptr + 1).to(qkv_ptr.dtype), 16)
+    num_slots, length = tl.load(place_ptr + 2), tl.load(place_ptr + 3)
+    first_line = (layer * num_slots + slot) * NUM_KV_HEADS * length + position
+    row = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+
+    d = tl.arange(0, HALF_PAD)[None, :]
+    angle = tl.maximum(position, 0) * HEAD_DIM + HALF + d
+    cos = tl.load(cos_ptr + angle, mask=d < HALF).to(tl.float32)
+    sin = tl.load(signed_sin_ptr + angle, mask=d < HALF).to(tl.float32)
+    h = tl.arange(0, HEADS_PAD)[:, None]
+    is_turned = (h < NUM_HEADS + NUM_KV_HEADS) & (d < HALF)
+    lower_ptr = row + h * HEAD_DIM + d
+    lower = tl.load(lower_ptr, mask=is_turned).to(tl.float32)
+    upper = tl.load(lower_ptr + HALF, mask=is_turned).to(tl.float32)
+    turned_lower = lower * cos - upper * sin
+    turned_upper = upper * cos + lower * sin
+    tl.store(lower_ptr, turned_lower, mask=is_turned)
+    tl.store(lower_ptr + HALF, turned_upper, mask=is_turned)
+    is_key = is_turned & (h >= NUM_HEADS) & (position >= 0)
+    target = (first_line + (h - NUM_HEADS) * length) * HEAD_DIM + d
+    tl.store(keys + target, turned_lower, mask=is_key)
+    tl.store(keys + target + HALF, turned_upper, mask=is_key)
+
+    h = tl.arange(0, KV_HEADS_PAD)[:, None]
+    d = tl.arange(0, 2 * HALF_PAD)[None, :]
+    is_value = (h < NUM_KV_HEADS) & (d < HEAD_DIM) & (position >= 0)
+    value = tl.load(row + (NUM_HEADS + NUM_KV_HEADS + h) * HEAD_DIM + d, mask=is_value)
+    tl.store(values + (first_line + h * length) * HEAD_DIM + d, value, mask=is_value)
+
+
+def rotate_and_store(
+    qkv_thd: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    signed_sin: Tensor,
+    positions_t: Tensor,
+    slots_t: Tensor,
+    place: Tensor,
+    layer: int,
+) -> None:
+    """Turn queries and keys (which stand before the values) by their positions, in place; store keys and values."""
+    num_tokens, num_all, head_dim = qkv_thd.shape
+    num_kv_heads = (num_all - num_heads) // 2
+    _rotate_and_store[(num_tokens,)](
+        qkv_thd,
+        cos,
+        signed_sin,
+        positions_t,
+        slots_t,
+        place,
+        layer,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(num_heads + num_kv_heads),
+        triton.next_power_of_2(num_kv_heads),
+        triton.next_power_of_2(head_dim // 2),
+    )
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _attend(
+    queries_ptr,
+    outputs_ptr,
+    log_sums_ptr,
+    positions_ptr,
+    slots_ptr,
+    place_ptr,
+    layer,
+    window,
+    scale,
+    query_stride,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One part of one row: all queries of a group against the keys they share, each of which is read once."""
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    end = tl.load(positions_ptr + row).to(tl.int32) + 1
+    start = tl.maximum(end - window, 0)
+    share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
+    start += split * share
+    end = tl.minimum(start + share, end)
+    num_slots, length = tl.load(place_ptr + 2), tl.load(place_ptr + 3)
+    line = ((layer * num_slots + tl.load(slots_ptr + row)) * NUM_KV_HEADS + kv_head) * length
+    keys = tl.multiple_of(tl.load(place_ptr).to(queries_ptr.dtype), 16) + line * HEAD_DIM
+    values = tl.multiple_of(tl.load(place_ptr + 1).to(queries_ptr.dtype), 16) + line * HEAD_DIM
+
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    is_query = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + g
+    query = tl.load(queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + d[None, :], mask=is_query, other=0.0)
+    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    output = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for first in range(start, end, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        is_seen = (t < end)[:, None] & (d < HEAD_DIM)[None, :]
+        key = tl.load(keys + t[:, None] * HEAD_DIM + d[None, :], mask=is_seen, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where((t < end)[None, :], score, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(score, axis=1))
+        shrink = tl.exp2(largest - new_largest)
+        weight = tl.exp2(score - new_largest[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        value = tl.load(values + t[:, None] * HEAD_DIM + d[None, :], mask=is_seen, other=0.0)
+        output = output * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        largest = new_largest
+    output = output / tl.where(total > 0, total, 1.0)[:, None]
+    place = ((row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split)[:, None]
+    tl.store(outputs_ptr + place * HEAD_DIM + d[None, :], output, mask=is_query)
+    if SPLITS > 1:
+        place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
+        tl.store(log_sums_ptr + place, largest + tl.log2(total), mask=g < GROUP)
+
+
+@triton.jit
+def _join_parts(
+    parts_ptr, log_sums_ptr, outputs_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
+    log_sum = tl.load(log_sums_ptr + head * SPLITS + s)
+    largest = tl.max(log_sum)
+    weight = tl.exp2(log_sum - tl.where(largest == -float("inf"), 0.0, largest))
+    part = tl.load(
+        parts_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0
+    )
+    total = tl.sum(weight)
+    output = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=d < HEAD_DIM)
+
+
+def attend(
+    queries_bhd: Tensor,
+    num_kv_heads: int,
+    positions_b: Tensor,
+    slots_b: Tensor,
+    place: Tensor,
+    layer: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of one token per row to its slot, up to its own position: (rows, heads * head_dim)."""
+    num_rows, num_heads, head_dim = queries_bhd.shape
+    wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
+    num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
+    outputs = torch.empty(num_rows, num_heads * head_dim, dtype=queries_bhd.dtype, device=queries_bhd.device)
+    parts, log_sums = outputs, outputs
+    if num_splits > 1:
+        parts = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device)
+        log_sums = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=outputs.device)
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    _attend[(num_rows, num_kv_heads, num_splits)](
+        queries_bhd,
+        parts,
+        log_sums,
+        positions_b,
+        slots_b,
+        place,
+        layer,
+        _ALL if window is None else window,
+        scale * 1.4426950408889634,  # log2(e), as powers are of 2
+        queries_bhd.stride(0),
+        num_heads // num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        dim_pad,
+        BLOCK=64 if queries_bhd.dtype.itemsize == 2 else 32,
+        SPLITS=num_splits,
+        num_stages=3 if dim_pad <= 64 else 2,
+    )
+    if num_splits > 1:
+        _join_parts[(num_rows * num_heads,)](parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2)
+    return outputs
+
+
+@triton.jit
+def _add_norm(x_ptr, delta_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    e = tl.arange(0, BLOCK)
+    inside = e < SIZE
+    x = tl.load(x_ptr + row + e, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(delta_ptr + row + e, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + row + e, x, mask=inside)
+    x = x.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x) / SIZE + eps)
+    tl.store(normed_ptr + row + e, normed * tl.load(weight_ptr + e, mask=inside).to(tl.float32), mask=inside)
+
+
+def add_norm(x_te: Tensor, delta_te: Tensor, weight_e: Tensor, eps: float) -> Tensor:
+    """Add `delta_te` to `x_te` in place; the RMS norm of the sum."""
+    num_tokens, size = x_te.shape
+    normed_te = torch.empty_like(x_te)
+    block = triton.next_power_of_2(size)
+    num_warps = min(16, max(1, block // 512))
+    _add_norm[(num_tokens,)](x_te, delta_te, weight_e, normed_te, eps, size, block, num_warps=num_warps)
+    return normed_te
+
+
+@triton.jit
+def _silu_gate(gate_up_ptr, outputs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_ptr + token * 2 * SIZE + e, mask=e < SIZE).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * SIZE + SIZE + e, mask=e < SIZE).to(tl.float32)
+    tl.store(outputs_ptr + token * SIZE + e, gate * tl.sigmoid(gate) * up, mask=e < SIZE)
+
+
+def silu_gate(gate_up_te: Tensor) -> Tensor:
+    """SiLU of the first half of features, times the second half."""
+    num_tokens, size = gate_up_te.shape[0], gate_up_te.shape[1] // 2
+    outputs_te = torch.empty(num_tokens, size, dtype=gate_up_te.dtype, device=gate_up_te.device)
+    _silu_gate[(num_tokens, triton.cdiv(size, 1024))](gate_up_te, outputs_te, size, 1024)
+    return outputs_te
+
+
+@triton.jit
+def _mass_above(
+    row_ptr, inverse_temperature, largest, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Of a row's scores above `least`: how many, or the sum of their powers."""
+    mass = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        mass += tl.where(score > least, 1.0 if COUNT else tl.exp(score - largest), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _find_floor(
+    logits_ptr,
+    floors_ptr,
+    inverse_temperature,
+    row_stride,
+    top_k,
+    top_p,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_HALVINGS: tl.constexpr,
+):
+    """Halve the range in which the floor is until no two scores are told apart: first for top-k, then for top-p."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    highest = tl.full([BLOCK], -float("inf"), tl.float32)
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        score = tl.load(row_ptr + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * inverse_temperature
+        highest = tl.maximum(highest, score)
+        lowest = tl.minimum(lowest, tl.where(score > -float("inf"), score, float("inf")))
+    largest = tl.max(highest)
+    floor = tl.min(lowest) - 1.0
+    if top_k < VOCAB:
+        above = largest
+        for _ in range(NUM_HALVINGS):
+            middle = 0.5 * (floor + above)
+            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True) >= top_k
+            floor = tl.where(is_enough, middle, floor)
+            above = tl.where(is_enough, above, middle)
+    if top_p < 1:
+        above = largest
+        wanted = top_p * _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
+        for _ in range(NUM_HALVINGS):
+            middle = 0.5 * (floor + above)
+            is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False) >= wanted
+            floor = tl.where(is_enough, middle, floor)
+            above = tl.where(is_enough, above, middle)
+    tl.store(floors_ptr + row, floor)
+
+
+def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """For each row a number above which are the scores (logits over temperature) that top-k and top-p keep."""
+    num_rows, vocab_size = logits_bv.shape
+    floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
+    _find_floor[(num_rows,)](
+        logits_bv,
+        floors_b,
+        1 / temperature,
+        logits_bv.stride(0),
+        top_k if top_k > 0 else vocab_size,
+        float(top_p),
+        vocab_size,
+        _VOCAB_BLOCK,
+        _NUM_HALVINGS,
+        num_warps=16,
+    )
+    return floors_b
+
+
+@triton.jit
+def _mix32(x):
+    """A bijection of 32 bits in which every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _race(
+    logits_ptr,
+    streams_ptr,
+    steps_ptr,
+    floors_ptr,
+    sums_ptr,
+    tokens_ptr,
+    inverse_temperature,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GREEDY: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+):
+    """The winner of one block of a row's tokens, and the block's part of the softmax's denominator."""
+    row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
+    score *= inverse_temperature
+    if HAS_FLOOR:
+        score = tl.where(score > tl.load(floors_ptr + row), score, -float("inf"))
+    largest = tl.max(score)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    entry = score
+    if not GREEDY:
+        # A token's time is exponential with its probability as rate; the first to arrive is a sample.
+        stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
+        key = stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
+        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
+        key = (key ^ (key >> 27)) * 0x94D049BB133111EB
+        key = key ^ (key >> 31)
+        bits = _mix32(_mix32(v.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
+        uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2**-32 and half of it
+        # The earliest arrivals decide, where 1 - uniform has lost the bits that tell them apart.
+        time = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
+        entry = score - tl.log(time)
+    winner = tl.argmax(entry, axis=0)
+    is_winner = tl.arange(0, BLOCK) == winner
+    place = row * num_blocks + block
+    plane = tl.num_programs(0).to(tl.int64) * num_blocks
+    tl.store(sums_ptr + place, largest)
+    tl.store(sums_ptr + plane + place, tl.sum(tl.exp(score - base)))
+    tl.store(sums_ptr + 2 * plane + place, tl.max(entry))
+    tl.store(sums_ptr + 3 * plane + place, tl.sum(tl.where(is_winner, score, 0.0)))
+    tl.store(tokens_ptr + place, block * BLOCK + winner)
+
+
+@triton.jit
+def _finish_race(
+    sums_ptr, block_tokens_ptr, tokens_ptr, log_probs_ptr, num_blocks, VOCAB: tl.constexpr, BLOCKS_PAD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS_PAD)
+    place = row * num_blocks + b
+    plane = tl.num_programs(0).to(tl.int64) * num_blocks
+    inside = b < num_blocks
+    largest = tl.load(sums_ptr + place, mask=inside, other=-float("inf"))
+    most = tl.max(largest)
+    total = tl.sum(tl.load(sums_ptr + plane + place, mask=inside, other=0.0) * tl.exp(largest - most))
+    is_winner = b == tl.argmax(tl.load(sums_ptr + 2 * plane + place, mask=inside, other=-float("inf")), axis=0)
+    score = tl.sum(tl.where(is_winner, tl.load(sums_ptr + 3 * plane + place, mask=inside, other=0.0), 0.0))
+    token = tl.sum(tl.where(is_winner, tl.load(block_tokens_ptr + place, mask=inside, other=0), 0))
+    tl.store(tokens_ptr + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    tl.store(log_probs_ptr + row, score - most - tl.log(total))
+
+
+def race(
+    logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, temperature: float, greedy: bool, floors_b: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token of each row, drawn from its softmax at `temperature` above its floor, or the likeliest; its log-prob."""
+    num_rows, vocab_size = logits_bv.shape
+    num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
+    sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=logits_bv.device)
+    block_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_bv.device)
+    tokens_b = torch.empty(num_rows, dtype=torch.int64, device=logits_bv.device)
+    log_probs_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
+    _race[(num_rows, num_blocks)](
+        logits_bv,
+        streams_b,
+        steps_b,
+        log_probs_b if floors_b is None else floors_b,
+        sums,
+        block_tokens,
+        1 / temperature,
+        logits_bv.stride(0),
+        vocab_size,
+        _VOCAB_BLOCK,
+        greedy,
+        floors_b is not None,
+        num_warps=8,
+    )
+    blocks_pad = triton.next_power_of_2(num_blocks)
+    _finish_race[(num_rows,)](
+        sums, block_tokens, tokens_b, log_probs_b, num_blocks, vocab_size, blocks_pad, num_warps=1
+    )
+    return tokens_b, log_probs_b

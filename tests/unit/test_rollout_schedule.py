@@ -1,0 +1,174 @@
+"""What a GPU needs of the engine, on a CPU: looks every few steps, shared prompts, joined weights, few step sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
+from torch import Tensor
+
+from rolepool.rollout import Completion, Request, sample_seed
+from rolepool.rollout.contract import check_weight_updates
+from rolepool.rollout.decoder import Decoder, lay_side_by_side
+from rolepool.rollout.gpu import bucket_of
+from rolepool.rollout.kv_cache import CacheShape, SlotCache
+from rolepool.rollout.rows import Rows
+from rolepool.rollout.tensor_parallel import Shard
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def said(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(one.token_ids, one.finish_reason) for one in completions]
+
+
+# Looks every few steps
+
+
+@pytest.mark.parametrize("interval", [2, 5, 1000])
+@pytest.mark.parametrize("stop_token_ids", [(), (3, 14, 25, 36, 47)], ids=["by length", "by stop tokens"])
+def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
+    interval: int, stop_token_ids: tuple[int, ...]
+) -> None:
+    model, requests = make_model("qwen2"), make_requests(max_new=(20, 1, 7, 33))
+    sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stop_token_ids)
+    expected = make_engine(model).generate(requests, sampling)
+    got = make_engine(model, check_interval=interval).generate(requests, sampling)
+    assert said(got) == said(expected)
+    assert len({len(one.token_ids) for one in got}) > 3
+    for one, other in zip(got, expected, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def make_rows(scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)) -> tuple[Rows, SlotCache]:
+    shape = CacheShape(1, 1, 2, torch.float32, CPU)
+    return Rows(num_rows, 5, stops, CPU, scattered), SlotCache(shape, num_rows, 20)
+
+
+def enter(rows: Rows, requests: list[int], limits: list[int]) -> list[int]:
+    return rows.enter(requests, [3] * len(requests), limits, torch.arange(len(requests)))
+
+
+def record(rows: Rows, *tokens: int) -> None:
+    rows.record(slice(0, len(tokens)), torch.tensor(tokens), -torch.tensor(tokens, dtype=torch.float32))
+    rows.tick()
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_a_row_that_has_ended_takes_no_more_tokens_and_stands_still(scattered: bool) -> None:
+    rows, cache = make_rows(scattered)
+    enter(rows, [10, 11, 12], [5, 2, 5])
+    for tokens in [(1, 2, 3), (4, 5, 9), (6, 7, 8), (6, 7, 8)]:  # row 1 ends after two tokens, row 2 by the stop 9
+        record(rows, *tokens)
+    assert rows.steps[:3].tolist() == [4, 2, 2]
+    assert rows.positions[:3].tolist() == [6, 4, 4]
+    assert rows.tokens[:3].tolist() == [6, 5, 9]
+    assert rows.finished() == [1, 2]
+    first, second = rows.take([1, 2])
+    assert (first.request, first.tokens, first.log_probs) == (11, [2, 5], [-2.0, -5.0])
+    assert (second.request, second.tokens) == (12, [3, 9])
+    rows.leave([1, 2], cache)
+    assert rows.num_running == 1
+    record(rows, 1)
+    assert rows.take(rows.finished())[0].tokens == [1, 4, 6, 6, 1]
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_rows_that_leave_are_replaced_by_the_last_ones_and_their_slots_are_given_out_again(scattered: bool) -> None:
+    rows, cache = make_rows(scattered, num_rows=6)
+    slots = enter(rows, [0, 1, 2, 3, 4, 5], [1, 5, 5, 1, 5, 5])
+    assert slots == [0, 1, 2, 3, 4, 5]
+    keys = cache.read(0, slice(0, 6), 3)[0]
+    keys.copy_(torch.arange(6.0).view(6, 1, 1, 1).expand_as(keys))  # by the request whose they are
+    rows.record(slice(0, 6), torch.arange(20, 26), torch.zeros(6))
+    rows.leave(rows.finished(), cache)
+    assert rows.num_running == 4
+    held = rows.slots[:4].tolist()
+    assert len(set(held)) == 4
+    assert held == ([4, 1, 2, 5] if scattered else [0, 1, 2, 3])
+    assert [int(cache.read(0, slice(slot, slot + 1), 3)[0].mean()) for slot in held] == [4, 1, 2, 5]
+    assert rows.tokens[:4].tolist() == [24, 21, 22, 25]
+    assert rows.positions.tolist() == [3, 3, 3, 3, -1, -1]
+    assert sorted(held + enter(rows, [6, 7], [5, 5])) == [0, 1, 2, 3, 4, 5]
+
+
+def test_slots_begin_at_the_first_again_when_all_rows_have_left() -> None:
+    rows, cache = make_rows(scattered=True)
+    for _ in range(2):
+        assert enter(rows, [0, 1, 2], [1, 1, 1]) == [0, 1, 2]
+        rows.record(slice(0, 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3))
+        rows.leave(rows.finished(), cache)
+
+
+# Shared prompts
+
+
+def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_run: list[int] = []
+    prefill = Decoder.prefill
+
+    def counting(self: Decoder, weights: Any, cache: Any, tokens_t: Tensor, pieces: Any) -> Tensor:
+        num_run.append(len(tokens_t))
+        return prefill(self, weights, cache, tokens_t, pieces)
+
+    model, prompts = make_model("qwen2"), [[5, 6, 7], list(range(40)), [8]]
+    requests = [Request(prompt, sample_seed(0, len(prompt), index)) for index in range(4) for prompt in prompts]
+    alone = [make_engine(model, max_num_seqs=1).generate([request], SAMPLED)[0] for request in requests]
+    monkeypatch.setattr(Decoder, "prefill", counting)
+    assert said(make_engine(model, max_num_seqs=12).generate(requests, SAMPLED)) == said(alone)
+    assert sum(num_run) == sum(map(len, prompts))
+    assert max(num_run) <= 23
+
+
+# Weights side by side
+
+
+@pytest.mark.parametrize("name", ["llama, tied, biased", "qwen2", "qwen3"])
+def test_joined_weights_follow_updates_in_place(name: str) -> None:
+    model = make_model(name, seed=1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    lay_side_by_side(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    weights = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False)
+    assert all(len(layer.qkv._parts) == len(layer.gate_up._parts) == 1 for layer in weights.layers)
+    check_weight_updates(make_engine(model, fuse=False), make_model(name, seed=2), make_requests(), SAMPLED)
+
+
+def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> None:
+    model = make_model("qwen2")
+    Shard(model.config, 2, 1).cut(model)
+    lay_side_by_side(model)
+    layer = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False).layers[0]
+    attention = model.model.layers[0].self_attn
+    ((weight, bias),) = layer.qkv._parts
+    assert torch.equal(weight, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+    assert bias is not None and len(bias) == len(weight) == (2 + 2 * 1) * 8
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def test_weights_that_were_moved_apart_are_used_one_by_one() -> None:
+    model = make_model("qwen2")
+    lay_side_by_side(model)
+    model.double()
+    expected = make_engine(make_model("qwen2").double()).generate(make_requests(), SAMPLED)
+    assert said(make_engine(model, fuse=False).generate(make_requests(), SAMPLED)) == said(expected)
+
+
+# Step sizes
+
+
+def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
+    sizes = [bucket_of(num_rows, 1000) for num_rows in range(1, 1001)]
+    assert all(size >= num_rows for num_rows, size in enumerate(sizes, 1))
+    assert all(size <= max(2 * num_rows - 1, 1) and size - num_rows < 64 for num_rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 30
+    assert sizes[-1] == 1000
