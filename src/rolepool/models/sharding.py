@@ -1,7 +1,7 @@
 """Weights spread over the ranks of a pool, with FSDP2.
 
-Owns which modules are sharded together, and reading whole weights back. On one CPU process there is nothing to spread,
-and the model is left as it is.
+Owns which modules are sharded together, what of them is compiled, and reading whole weights back. On one CPU process
+there is nothing to spread, and the model is left as it is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+
+from rolepool.models.attention import is_packed
+from rolepool.models.compiling import compile_layers
+from rolepool.models.forward import TOKEN_SCORES
 
 
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
@@ -28,6 +32,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if device == "cuda" and is_packed(model):
+        compile_layers(decoder_layers(model))
     # Layers go to the device one by one as they are sharded: the whole model never has to fit there.
     for module in (*decoder_layers(model), model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -35,6 +41,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         # As plain sums, for gloo has no others.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    if hasattr(model, TOKEN_SCORES):
+        register_fsdp_forward_method(model, TOKEN_SCORES)
     return model
 
 

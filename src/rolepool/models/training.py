@@ -6,7 +6,6 @@ Owns gradient accumulation, clipping, schedule and offload. What the loss is, is
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,7 +78,7 @@ class TrainedModel:
         There is no step where the norm of the gradients, `grad_norm`, is not finite.
         """
         self.model.train()
-        totals: dict[str, float] = defaultdict(float)
+        totals: dict[str, Tensor] = {}
         for number, rows in enumerate(passes):
             add_up_replicas(self.model, number == len(passes) - 1)
             with part("forward"):
@@ -87,7 +86,7 @@ class TrainedModel:
             with part("backward"):
                 loss.backward()
             for name, share in metrics.items():
-                totals[name] += float(share)
+                totals[name] = share.double() + totals.get(name, 0.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
@@ -95,7 +94,9 @@ class TrainedModel:
             if math.isfinite(norm):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return {**sum_over_ranks(dict(totals), self.device), "grad_norm": norm}
+        # Read once all is under way: each look at a number of the device waits for the device.
+        sums = {name: float(total) for name, total in totals.items()}
+        return {**sum_over_ranks(sums, self.device), "grad_norm": norm}
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:

@@ -17,6 +17,8 @@ from rolepool.placement.roles import Role
 
 GIB = 2**30
 BF16, FP32 = 2, 4
+LOGITS_AT_ONCE = 2**28
+"""Log-probs are computed from so many logits at a time: long enough rows for a GPU, small beside activations."""
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
 """CUDA context, library workspaces, communication buffers and the allocator's unused remainders, per process."""
 
