@@ -53,21 +53,15 @@ def packed_attention(
             f"{type(module).__name__} was not told where packed sequences start: write use_remove_padding=false"
         )
     if query.device.type == "cuda":
-        outputs = varlen_attn(
-            *(states[0].transpose(0, 1) for states in (query, key, value)),
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            scale=scaling,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **_GROUPED,
-        )
-        return outputs.unsqueeze(0), None
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        where = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        on_gpu: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window, **_GROUPED)
+        return on_gpu.unsqueeze(0), None
     lengths = cu_seq_lens_q.diff().tolist()
     sequences = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = torch.cat([_attend(*sequence, scaling, sliding_window) for sequence in sequences], dim=2)
-    return outputs.transpose(1, 2), None
+    outputs = [_attend(query, key, value, scaling, sliding_window) for query, key, value in sequences]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

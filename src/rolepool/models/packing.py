@@ -50,10 +50,11 @@ class Packing:
         lengths = lengths[lengths > 0]
         places = real.flatten().cumsum(0).reshape(real.shape) - 1
         is_response = real[:, -response_length:]
-        indices = (
-            real.flatten().nonzero().flatten(),
-            is_response.flatten().nonzero().flatten(),
-            places[:, -response_length:][is_response] - 1,
-            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+        return cls(
+            tokens=on_device(real.flatten().nonzero().flatten(), device),
+            responses=on_device(is_response.flatten().nonzero().flatten(), device),
+            before_responses=on_device(places[:, -response_length:][is_response] - 1, device),
+            starts=on_device(starts, device),
+            longest=int(lengths.max()),
         )
-        return cls(*(on_device(index, device) for index in indices), longest=int(lengths.max()))
