@@ -169,10 +169,10 @@ def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits
         gradients=1704,
         optimizer=2 * 1704,
         activations=10 * (2 * 2 * 8 + 208),
-        logits=5 * 32 * (2 + 2) + 256 * (4 + 2 + 2),
+        logits=5 * 32 * (2 + 2) + 256 * (4 + 2),
         idle=1704 + 2 * 1704,
     )
-    assert memory.working == (1704 + 2368) + 1704 + 3408 + 2400 + 2688
+    assert memory.working == (1704 + 2368) + 1704 + 3408 + 2400 + 2176
 
 
 def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
@@ -263,7 +263,7 @@ def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     one, four = of_role(Role.Actor, f"{DEEPSEEK} {key}=1"), of_role(Role.Actor, f"{DEEPSEEK} {key}=4")
     eight = of_role(Role.Actor, f"{DEEPSEEK} {key}=8")
-    of_head = 102400 * 4096 * (4 + 2 + 2)
+    of_head = 102400 * 4096 * (4 + 2)
     assert four.activations == 4 * one.activations
     assert of_role(Role.Actor, DEEPSEEK) == one
     assert (one.logits, four.logits) == (512 * 102400 * 4 + of_head, 4 * 512 * 102400 * 4 + of_head)

@@ -109,7 +109,7 @@ def trained_role(
         optimizer=optimizer,
         activations=training_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing),
         logits=2 * logit_bytes(shape, num_logit_tokens)
-        + ((FP32 + 2 * BF16) * shape.embedding_params if num_logit_tokens else 0),
+        + ((FP32 + BF16) * shape.embedding_params if num_logit_tokens else 0),
         idle=(0 if param_offload else weights) + (0 if optimizer_offload else optimizer),
     )
 
