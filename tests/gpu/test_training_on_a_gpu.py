@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rolepool.roles.critic import Critic
 pytestmark = pytest.mark.gpu
 
 ROWS, PROMPT, RESPONSE, VOCABULARY = 16, 96, 160, 32_000
-BF16_NOISE = 0.03
+BF16_NOISE = 0.05
 """Relative difference of gradients that two right ways of computing them in 16 bits may have."""
 
 
@@ -56,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ragged_batch() -> DataProto:
+@pytest.fixture(scope="module")
+def data(folder: Path) -> DataProto:
+    """Rows of many lengths, and the model's own log-probs as the old ones: ratios are far from where they are clipped."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.int64)
     for row in range(ROWS):
@@ -64,17 +66,17 @@ def ragged_batch() -> DataProto:
         mask[row, PROMPT - prompt : PROMPT + response] = 1
     ids = torch.randint(VOCABULARY, mask.shape, generator=generator) * mask
     floats = {key: torch.randn(ROWS, RESPONSE, generator=generator) for key in ("advantages", "values", "returns")}
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-            "responses": ids[:, PROMPT:],
-            "response_mask": mask[:, PROMPT:],
-            "old_log_probs": torch.full((ROWS, RESPONSE), -10.4),
-            **floats,
-        }
-    )
+    rows = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:],
+        "response_mask": mask[:, PROMPT:],
+        **floats,
+    }
+    with torch.no_grad():
+        log_probs = naive_log_probs(naive_model(folder), {key: value.cuda() for key, value in rows.items()})
+    return DataProto.from_dict({**rows, "old_log_probs": log_probs.cpu() * mask[:, PROMPT:]})
 
 
 def role(kind: type[Any], folder: Path, *words: str) -> Any:
@@ -87,6 +89,7 @@ def role(kind: type[Any], folder: Path, *words: str) -> Any:
             f"data.max_prompt_length={PROMPT}",
             f"data.max_response_length={RESPONSE}",
             "actor_rollout_ref.actor.optim.lr=1e-3",
+            "critic.cliprange_value=100",
             *words,
         ],
     ).config
@@ -95,8 +98,8 @@ def role(kind: type[Any], folder: Path, *words: str) -> Any:
         return kind(config, 2)
 
 
-def gradients_of_update(kind: type[Any], folder: Path, *words: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradients as the optimizer sees them in a first update, and the update's metrics."""
+def gradients_of_update(kind: type[Any], folder: Path, data: DataProto, *words: str) -> dict[str, Tensor]:
+    """The gradients as the optimizer sees them in a first update."""
     made, seen = role(kind, folder, *words), {}
 
     def look(*_: object) -> None:
@@ -105,7 +108,8 @@ def gradients_of_update(kind: type[Any], folder: Path, *words: str) -> tuple[dic
 
     made.trained.optimizer.register_step_pre_hook(look)
     update = made.update_actor if kind is Actor else made.update_critic
-    return seen, update(ragged_batch())
+    update(data)
+    return seen
 
 
 def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -116,19 +120,26 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     return float((difference / size) ** 0.5)
 
 
-def naive_gradients(folder: Path) -> dict[str, Tensor]:
-    """Padded rows, all logits in fp32, torch's own autograd, fp32 weights under autocast."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    model.cuda().train()
-    batch = {key: value.cuda() for key, value in ragged_batch().batch.items()}
-    with torch.autocast("cuda", torch.bfloat16):
-        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        logits = model(**inputs, use_cache=False).logits[:, PROMPT - 1 : -1].float()
+def naive_model(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.cuda().train()
+
+
+def naive_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Padded rows, all logits in fp32."""
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs, use_cache=False).logits[:, PROMPT - 1 : -1].float()
+    return torch.log_softmax(logits, dim=-1).gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+
+
+def naive_gradients(folder: Path, data: DataProto) -> dict[str, Tensor]:
+    """By torch's own autograd."""
+    model = naive_model(folder)
+    batch = {key: value.cuda() for key, value in data.batch.items()}
     mask = batch["response_mask"]
-    log_probs = torch.log_softmax(logits, dim=-1).gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
     loss, _ = compute_policy_loss_vanilla(
         batch["old_log_probs"],
-        log_probs,
+        naive_log_probs(model, batch),
         batch["advantages"],
         mask,
         "token-mean",
@@ -143,32 +154,32 @@ def naive_gradients(folder: Path) -> dict[str, Tensor]:
 
 
 def test_gradients_of_an_update_are_those_of_the_plain_way_within_noise_of_16_bits(
-    one_rank: None, folder: Path
+    one_rank: None, folder: Path, data: DataProto
 ) -> None:
     start_s = time.perf_counter()
-    packed, metrics = gradients_of_update(Actor, folder)
+    packed = gradients_of_update(Actor, folder, data)
     first_s = time.perf_counter() - start_s
-    difference = relative_difference(packed, naive_gradients(folder))
-    print(
-        f"\nrelative difference {difference:.4f}, norm {metrics['actor/grad_norm']:.4f}, first update {first_s:.1f} s"
-    )
+    difference = relative_difference(packed, naive_gradients(folder, data))
+    print(f"\nrelative difference {difference:.4f}, first update {first_s:.1f} s")
     assert difference < BF16_NOISE
 
 
 @pytest.mark.parametrize("kind", [Actor, Critic])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_packed_updates_are_padded_updates(one_rank: None, folder: Path, kind: type[Any], checkpointing: str) -> None:
+def test_packed_updates_are_padded_updates(
+    one_rank: None, folder: Path, data: DataProto, kind: type[Any], checkpointing: str
+) -> None:
     words = [f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}"]
     words.append(f"critic.model.enable_gradient_checkpointing={checkpointing}")
-    padded, _ = gradients_of_update(kind, folder, *words, "actor_rollout_ref.model.use_remove_padding=false")
-    packed, _ = gradients_of_update(kind, folder, *words)
+    padded = gradients_of_update(kind, folder, data, *words, "actor_rollout_ref.model.use_remove_padding=false")
+    packed = gradients_of_update(kind, folder, data, *words)
     difference = relative_difference(packed, padded)
     print(f"\n{kind.__name__}, checkpointing={checkpointing}: relative difference {difference:.4f}")
     assert difference < BF16_NOISE
 
 
-def test_log_probs_before_an_update_are_those_within_it(one_rank: None, folder: Path) -> None:
-    actor, data = role(Actor, folder), ragged_batch()
+def test_log_probs_before_an_update_are_those_within_it(one_rank: None, folder: Path, data: DataProto) -> None:
+    actor = role(Actor, folder)
     scored = actor.compute_log_prob(data).batch
     actor.trained.model.train()
     part = rows_on("cuda", dict(data.batch.items()), list(range(ROWS)))
@@ -214,7 +225,9 @@ def test_compiled_scores_are_the_plain_ones() -> None:
         assert float((one - other).float().norm() / other.float().norm()) < 0.01
 
 
-def test_an_update_takes_at_most_half_the_memory_of_the_plain_way(one_rank: None, folder: Path) -> None:
+def test_an_update_takes_at_most_half_the_memory_of_the_plain_way(
+    one_rank: None, folder: Path, data: DataProto
+) -> None:
     def peak(action: Any) -> int:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -224,7 +237,8 @@ def test_an_update_takes_at_most_half_the_memory_of_the_plain_way(one_rank: None
         return torch.cuda.max_memory_allocated() - before
 
     words = ["actor_rollout_ref.model.enable_gradient_checkpointing=false"]
-    gradients_of_update(Actor, folder, *words)  # compiles
-    ours, plain = peak(lambda: gradients_of_update(Actor, folder, *words)), peak(lambda: naive_gradients(folder))
+    gradients_of_update(Actor, folder, data, *words)  # compiles
+    ours = peak(lambda: gradients_of_update(Actor, folder, data, *words))
+    plain = peak(lambda: naive_gradients(folder, data))
     print(f"\n{ours / 2**20:.0f} MiB against {plain / 2**20:.0f} MiB")
     assert ours <= plain / 2
