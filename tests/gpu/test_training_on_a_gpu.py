@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(folder: Path) -> DataProto:
-    """Rows of many lengths, and the model's own log-probs as the old ones: ratios are far from where they are clipped."""
+    """Rows of many lengths. The old log-probs are the model's own, so that no ratio is near where it is clipped."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.int64)
     for row in range(ROWS):

@@ -20,8 +20,8 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 class LinearLogProbs:
     """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of hidden.
 
-    `max_logits` bounds how many logits there are at a time; a row's are never cut. `compiled` is applied to the
-    arithmetic on them.
+    `max_logits` bounds how many logits there are at a time; a row's are never cut. `compiled` is applied to what makes
+    them and computes with them.
     """
 
     def __init__(self, max_logits: int, compiled: Compile = lambda function: function) -> None:
@@ -48,7 +48,7 @@ class _Function(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         largest, log_sums, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(4))
         for piece in how.pieces(len(hidden), len(weight)):
-            scores = how.score(hidden[piece] @ weight.T, labels[piece], temperature)
+            scores = how.score(hidden[piece], weight, labels[piece], temperature)
             largest[piece], log_sums[piece], log_probs[piece], entropies[piece] = scores
         ctx.save_for_backward(hidden, weight, labels, largest, log_sums, entropies)
         ctx.temperature, ctx.how = temperature, how
@@ -62,7 +62,8 @@ class _Function(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=of_tokens[0].dtype) if ctx.needs_input_grad[1] else None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             grad_logits = ctx.how.differentiate(
-                hidden[piece] @ weight.T,
+                hidden[piece],
+                weight,
                 labels[piece],
                 ctx.temperature,
                 *(tensor[piece] for tensor in (*of_tokens, *grads)),
@@ -74,11 +75,12 @@ class _Function(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _score(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each token: the largest logit m, log s for s = sum_v e^(z_v - m), log p(label) and the entropy.
 
     log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of -inf adds 0.
     """
+    logits = hidden @ weight.T
     z = _precise(logits) / temperature
     largest = z.amax(dim=-1)
     below = z - largest.unsqueeze(-1)
@@ -92,7 +94,8 @@ def _score(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
 
 
 def _differentiate(
-    logits: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
     labels: Tensor,
     temperature: float,
     largest: Tensor,
@@ -102,6 +105,7 @@ def _differentiate(
     grad_entropies: Tensor,
 ) -> Tensor:
     """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log p_v + H)."""
+    logits = hidden @ weight.T
     log_p = _precise(logits) / temperature - largest.unsqueeze(-1) - log_total.unsqueeze(-1)
     p = log_p.exp()
     of_log_prob, of_entropy = grad_log_probs.unsqueeze(-1), grad_entropies.unsqueeze(-1)

@@ -78,10 +78,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients down to a norm over all shards of at most `max_norm`; returns the norm they had."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(whole(norm))
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
 def sum_over_ranks(values: dict[str, float], device: str) -> dict[str, float]:

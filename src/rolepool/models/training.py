@@ -90,13 +90,15 @@ class TrainedModel:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
-            norm = clip_gradients(self.model, self.grad_clip)
+            totals["grad_norm"] = clip_gradients(self.model, self.grad_clip).double()
+            # The only look at numbers of the device in a mini-batch, for it waits for the device.
+            numbers = torch.stack(list(totals.values())).tolist()
+            metrics_of_rank = dict(zip(totals, numbers, strict=True))
+            norm = metrics_of_rank.pop("grad_norm")
             if math.isfinite(norm):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        # Read once all is under way: each look at a number of the device waits for the device.
-        sums = {name: float(total) for name, total in totals.items()}
-        return {**sum_over_ranks(sums, self.device), "grad_norm": norm}
+        return {**sum_over_ranks(metrics_of_rank, self.device), "grad_norm": norm}
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:
