@@ -1,7 +1,7 @@
 """Attention over packed sequences: many sequences in one row, each of which sees itself alone.
 
 Owns the function that Hugging Face models call for it, and the arguments that tell it where sequences begin. A GPU
-has a kernel for it, which makes no mask and does not repeat keys and values; elsewhere it is one call per sequence.
+has a kernel for it, which makes no mask and does not repeat keys and values; elsewhere sequences are padded for it.
 """
 
 from __future__ import annotations
@@ -58,20 +58,27 @@ def packed_attention(
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         on_gpu: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window, **_GROUPED)
         return on_gpu.unsqueeze(0), None
-    lengths = cu_seq_lens_q.diff().tolist()
-    sequences = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [_attend(query, key, value, scaling, sliding_window) for query, key, value in sequences]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return _padded_attention(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Of one sequence."""
-    length, mask = query.shape[2], None
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    return F.scaled_dot_product_attention(
+def _padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, starts: Tensor, longest: int
+) -> Tensor:
+    """The same with sequences as rows, padded at their ends, where no token before looks: one call and no mask."""
+    places_l = torch.arange(longest, device=query.device)
+    real_nl = places_l < starts.diff()[:, None]
+    tokens_nl = torch.where(real_nl, starts[:-1, None] + places_l, 0)
+    query, key, value = (
+        states[0].index_select(1, tokens_nl.flatten()).unflatten(1, tokens_nl.shape).transpose(0, 1)
+        for states in (query, key, value)
+    )
+    mask = None
+    if window is not None and window < longest:
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    outputs_nhld = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
+    return outputs_nhld.transpose(1, 2)[real_nl].unsqueeze(0)
 
 
 def is_packed(model: Any) -> bool:
