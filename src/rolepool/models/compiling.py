@@ -19,6 +19,9 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
+MOST_VERSIONS = 32
+"""Of one piece of code, compiled for different uses."""
+
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function in kernels made for it, for inputs of any number of tokens; as it is where there is no compiler."""
@@ -34,15 +37,19 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 @cache
 def has_compiler() -> bool:
     if has_triton() and any(map(shutil.which, ("cc", "gcc", "clang"))):
-        _report_times()
+        _set_up()
         return True
     logger.warning("there is no Triton or no C compiler, so models run uncompiled and slower; install gcc and triton")
     return False
 
 
-def _report_times() -> None:
+def _set_up() -> None:
+    """Log how long compiling takes, and let it be done for each use of a layer."""
+    import torch._dynamo.config
     from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
 
+    # Roles of a process share the code of layers; training, scoring and frozen weights are compiled apart.
+    torch._dynamo.config.recompile_limit = MOST_VERSIONS
     started_s = 0.0
 
     @on_compile_start
