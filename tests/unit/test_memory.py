@@ -15,6 +15,7 @@ from rolepool.config import load_config
 from rolepool.placement import Role, build_plan
 from rolepool.placement.memory import (
     GIB,
+    LOGITS_AT_ONCE,
     PROCESS_OVERHEAD_BYTES,
     MemoryEstimate,
     RoleMemory,
@@ -129,7 +130,8 @@ def test_all_experts_are_kept_and_only_the_active_ones_compute(tmp_path: Path) -
     )
     assert (sparse.num_experts, sparse.num_active_experts) == (8, 2)
     assert sparse.mlp_params == 8 * dense.mlp_params + 8 * 4096
-    assert layer_activation_bytes(sparse) - layer_activation_bytes(dense) == 2 * 4 * 14336
+    one, two = (layer_activation_bytes(shape, packed=True) for shape in (dense, sparse))
+    assert two - one == 2 * 3 * 14336
 
 
 def test_experts_of_their_own_width_are_counted_with_it(tmp_path: Path) -> None:
@@ -154,26 +156,28 @@ def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits
         num_shards=4,
         num_tokens=10,
         num_logit_tokens=5,
+        packed=True,
         checkpointing=True,
         param_offload=False,
         optimizer_offload=False,
     )
     assert gathered_bytes(TINY) == 2 * 2 * 592
-    assert layer_activation_bytes(TINY) == 2 * (6 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
+    assert layer_activation_bytes(TINY, packed=True) == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16)
+    assert layer_activation_bytes(TINY, packed=False) == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
     assert memory == RoleMemory(
         weights=4 * 1704 // 4 + 2368,
         gradients=1704,
         optimizer=2 * 1704,
-        activations=10 * (2 * 2 * 8 + 272),
-        logits=5 * 32 * (4 + 4 + 2),
+        activations=10 * (2 * 2 * 8 + 208),
+        logits=5 * 32 * (2 + 2) + 256 * (4 + 2),
         idle=1704 + 2 * 1704,
     )
-    assert memory.working == (1704 + 2368) + 1704 + 3408 + 3040 + 1600
+    assert memory.working == (1704 + 2368) + 1704 + 3408 + 2400 + 2176
 
 
 def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
-    memory = scoring_role(1456, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, param_offload=False)
-    assert memory == RoleMemory(weights=1456 + 2368, activations=10 * 272, idle=1456)
+    memory = scoring_role(1456, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, packed=True, param_offload=False)
+    assert memory == RoleMemory(weights=1456 + 2368, activations=10 * 208, idle=1456)
 
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
@@ -248,19 +252,22 @@ def test_an_offloaded_reference_takes_nothing_while_it_rests() -> None:
 
 
 def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> None:
-    one_layer = layer_activation_bytes(TINY)
-    assert training_activation_bytes(TINY, 7, checkpointing=False) == 7 * 2 * one_layer
-    assert training_activation_bytes(TINY, 7, checkpointing=True) == 7 * (2 * 2 * 8 + one_layer)
+    one_layer = layer_activation_bytes(TINY, packed=True)
+    assert training_activation_bytes(TINY, 7, packed=True, checkpointing=False) == 7 * 2 * one_layer
+    assert training_activation_bytes(TINY, 7, packed=True, checkpointing=True) == 7 * (2 * 2 * 8 + one_layer)
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert of_role(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * of_role(Role.Actor, DEEPSEEK).activations
 
 
-def test_activations_and_logits_grow_with_the_micro_batch() -> None:
+def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     one, four = of_role(Role.Actor, f"{DEEPSEEK} {key}=1"), of_role(Role.Actor, f"{DEEPSEEK} {key}=4")
-    assert (four.activations, four.logits) == (4 * one.activations, 4 * one.logits)
+    eight = of_role(Role.Actor, f"{DEEPSEEK} {key}=8")
+    of_head = 102400 * 4096 * (4 + 2)
+    assert four.activations == 4 * one.activations
     assert of_role(Role.Actor, DEEPSEEK) == one
-    assert one.logits == 512 * 102400 * (4 + 4 + 2)
+    assert (one.logits, four.logits) == (512 * 102400 * 4 + of_head, 4 * 512 * 102400 * 4 + of_head)
+    assert eight.logits == LOGITS_AT_ONCE * 4 + of_head
 
 
 def test_dynamic_batches_are_counted_by_their_tokens() -> None:

@@ -25,6 +25,7 @@ from rolepool.algorithm.kl import (
     kl_penalty,
     masked_kl_penalty,
 )
+from rolepool.algorithm.linear_log_probs import LinearLogProbs
 from rolepool.algorithm.log_probs import entropy_from_logits, logprobs_from_logits
 from rolepool.algorithm.losses import (
     LossCounts,
@@ -48,6 +49,7 @@ __all__ = [
     "FixedKLController",
     "GroupIndex",
     "KLController",
+    "LinearLogProbs",
     "LossCounts",
     "agg_loss",
     "apply_kl_penalty",

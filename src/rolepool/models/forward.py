@@ -6,85 +6,103 @@ model is always about response tokens. Packed and padded passes give the same nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from functools import cache
+from types import MethodType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from rolepool.algorithm import entropy_from_logits, logprobs_from_logits
+from rolepool.algorithm import LinearLogProbs
+from rolepool.models.attention import packed_arguments
+from rolepool.models.compiling import compiled
+from rolepool.models.packing import Batch, Packing, on_device
+from rolepool.placement.memory import LOGITS_AT_ONCE
 
-Batch = Mapping[str, Tensor]
-"""input_ids, attention_mask and position_ids [rows, prompt + response]; responses [rows, response]."""
+TOKEN_SCORES = "token_scores"
+"""The method that `add_token_scores` gives a model. Sharding gathers weights for it as it does for `forward`."""
+LOGITS_AT_ONCE_UNCOMPILED = 2**25
+"""Here each step of the arithmetic makes a tensor of its own."""
 
 
 class TokenScores(NamedTuple):
-    """Log-probs and, where asked for, entropies of response tokens [rows, response]; zero after the response's end."""
+    """Log-probs and entropies of response tokens [rows, response]; zero after the response's end."""
 
     log_probs: Tensor
-    entropies: Tensor | None
+    entropies: Tensor
 
 
-def response_log_probs(
-    model: nn.Module, batch: Batch, *, temperature: float, packed: bool, with_entropy: bool = False
-) -> TokenScores:
+def response_log_probs(model: nn.Module, batch: Batch, *, temperature: float, packed: bool) -> TokenScores:
     """Log-probs of the response tokens under the distribution that was sampled from, softmax(logits / temperature)."""
-    labels, present = batch["responses"], _response_mask(batch)
+    labels, score = batch["responses"], getattr(model, TOKEN_SCORES)
     if packed:
-        logits = _packed_logits(model, batch, _packed_index(batch)) / temperature
-        log_probs = logprobs_from_logits(logits, labels[present])
-        entropies = entropy_from_logits(logits) if with_entropy else None
-        return TokenScores(_spread(log_probs, present), None if entropies is None else _spread(entropies, present))
-    length = labels.shape[1]
-    logits = model(**_padded_inputs(batch), logits_to_keep=length + 1).logits[:, :-1] / temperature
-    log_probs = logprobs_from_logits(logits, labels) * present
-    return TokenScores(log_probs, entropy_from_logits(logits) * present if with_entropy else None)
+        packing = Packing.of(batch["attention_mask"], labels.shape[1], labels.device)
+        labels_t = labels.flatten()[packing.responses]
+        scores = score(_packed_inputs(batch, packing), packing.before_responses, labels_t, temperature)
+        return TokenScores(*(_spread(of_tokens, packing, labels) for of_tokens in scores))
+    num_rows, length = labels.shape
+    width = batch["attention_mask"].shape[1]
+    row_starts = width * torch.arange(num_rows, device=labels.device)[:, None]
+    before = row_starts + torch.arange(width - length - 1, width - 1, device=labels.device)
+    scores = score(_padded_inputs(batch), before.flatten(), labels.flatten(), temperature)
+    present = _response_mask(batch)
+    return TokenScores(*(of_tokens.view(labels.shape) * present for of_tokens in scores))
 
 
 def response_values(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
     """The value of the state before each response token [rows, response]; zero after the response's end."""
-    present = _response_mask(batch)
+    length = batch["responses"].shape[1]
     if packed:
-        of_tokens: Tensor = model(**_packed_inputs(batch)).logits[0, :, 0]
-        return _spread(of_tokens[_packed_index(batch)], present)
-    length = present.shape[1]
+        packing = Packing.of(batch["attention_mask"], length, batch["responses"].device)
+        of_tokens: Tensor = model(**_packed_inputs(batch, packing)).logits[0, :, 0]
+        return _spread(of_tokens[packing.before_responses], packing, batch["responses"])
     values: Tensor = model(**_padded_inputs(batch)).logits[:, -length - 1 : -1, 0]
-    return values * present
+    return values * _response_mask(batch)
+
+
+def add_token_scores(model: nn.Module) -> nn.Module:
+    """Give a language model the method `token_scores`, which goes from the trunk to scores without all the logits."""
+    model.token_scores = MethodType(_token_scores, model)  # type: ignore[assignment]
+    return model
+
+
+def _token_scores(
+    model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
+    return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)
+
+
+@cache
+def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
+    return LinearLogProbs(LOGITS_AT_ONCE, compiled) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
 
 
 def _response_mask(batch: Batch) -> Tensor:
     """Which response tokens are there: up to and with the end token."""
-    return batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()
+    responses = batch["responses"]
+    return on_device(batch["attention_mask"][:, -responses.shape[1] :].bool(), responses.device)
 
 
 def _padded_inputs(batch: Batch) -> dict[str, object]:
-    names = ("input_ids", "attention_mask", "position_ids")
-    return {**{name: batch[name] for name in names}, "use_cache": False}
-
-
-def _packed_inputs(batch: Batch) -> dict[str, object]:
-    """All real tokens in one row; positions start anew with every sequence, which is how the model tells them apart."""
-    real = batch["attention_mask"].bool()
+    input_ids = batch["input_ids"]
     return {
-        "input_ids": batch["input_ids"][real].unsqueeze(0),
-        "position_ids": batch["position_ids"][real].unsqueeze(0),
+        "input_ids": input_ids,
+        "attention_mask": on_device(batch["attention_mask"], input_ids.device),
+        "position_ids": batch["position_ids"],
         "use_cache": False,
     }
 
 
-def _packed_index(batch: Batch) -> Tensor:
-    """For every response token that is there, the place in the packed row of the token before it."""
-    real = batch["attention_mask"].long()
-    place = real.flatten().cumsum(0).reshape(real.shape) - 1
-    length = batch["responses"].shape[1]
-    return place[:, -length:][_response_mask(batch)] - 1
+def _packed_inputs(batch: Batch, packing: Packing) -> dict[str, object]:
+    """All real tokens in one row; positions start anew with every sequence."""
+    names = ("input_ids", "position_ids")
+    rows = {name: batch[name].flatten()[packing.tokens].unsqueeze(0) for name in names}
+    return {**rows, **packed_arguments(packing.starts, packing.longest), "use_cache": False}
 
 
-def _packed_logits(model: nn.Module, batch: Batch, index: Tensor) -> Tensor:
-    logits: Tensor = model(**_packed_inputs(batch), logits_to_keep=index).logits[0]
-    return logits
-
-
-def _spread(values: Tensor, present: Tensor) -> Tensor:
-    """Values of the tokens that are there, back at their places; zero elsewhere."""
-    spread = values.new_zeros(present.shape)
-    return spread.masked_scatter(present, values)
+def _spread(of_tokens: Tensor, packing: Packing, responses: Tensor) -> Tensor:
+    """Values of the response tokens that are there, back at their places; zero elsewhere."""
+    flat = of_tokens.new_zeros(responses.numel()).index_copy(0, packing.responses, of_tokens)
+    return flat.view(responses.shape)

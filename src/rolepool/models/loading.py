@@ -21,31 +21,49 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rolepool.errors import ConfigError
+from rolepool.models.attention import PACKED
+from rolepool.models.forward import add_token_scores
+
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Keys of models in whose logits there is more than the last hidden state times the head."""
 
 
 def load_policy(
-    path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, overrides: dict[str, Any]
+    path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, overrides: dict[str, Any], packed: bool = False
 ) -> nn.Module:
-    """A causal language model."""
-    return _load(AutoModelForCausalLM, "actor_rollout_ref.model.path", path, dtype, trust_remote_code, overrides)
+    """A causal language model that also has `token_scores`. Passes through it are packed, or padded."""
+    key = "actor_rollout_ref.model.path"
+    model: Any = _load(AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
+    found = [name for name in CHANGES_LOGITS if getattr(model.config, name, None) not in (None, 1)]
+    head = model.get_output_embeddings()
+    if found or not isinstance(head, nn.Linear) or head.bias is not None:
+        reason = f"it has {found[0]}" if found else "its head is not a plain linear map"
+        raise ConfigError(f"{key}={path}: log-probs of this model are not known ({reason}); choose another model")
+    return add_token_scores(model)
 
 
-def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
     """The trunk of a language model and a head of one value per token, random at first where none is saved."""
     overrides = {"num_labels": 1, "classifier_dropout": 0.0}
-    return _load(AutoModelForTokenClassification, "critic.model.path", path, dtype, trust_remote_code, overrides)
+    key = "critic.model.path"
+    return _load(AutoModelForTokenClassification, key, path, dtype, trust_remote_code, overrides, packed)
 
 
 def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     """A sequence classifier with one output: the score of the whole text."""
     overrides = {"num_labels": 1}
-    return _load(
-        AutoModelForSequenceClassification, "reward_model.model.path", path, dtype, trust_remote_code, overrides
-    )
+    key = "reward_model.model.path"
+    return _load(AutoModelForSequenceClassification, key, path, dtype, trust_remote_code, overrides, packed=False)
 
 
 def _load(
-    auto: Any, key: str, path: str | None, dtype: torch.dtype, trust_remote_code: bool, overrides: dict[str, Any]
+    auto: Any,
+    key: str,
+    path: str | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    overrides: dict[str, Any],
+    packed: bool,
 ) -> nn.Module:
     if path is None:
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
@@ -53,7 +71,11 @@ def _load(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
         with _quiet():
             model: nn.Module = auto.from_pretrained(
-                path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+                path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=PACKED if packed else "sdpa",
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)})") from None

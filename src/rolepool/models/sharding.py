@@ -1,7 +1,7 @@
 """Weights spread over the ranks of a pool, with FSDP2.
 
-Owns which modules are sharded together, and reading whole weights back. On one CPU process there is nothing to spread,
-and the model is left as it is.
+Owns which modules are sharded together, what of them is compiled, and reading whole weights back. On one CPU process
+there is nothing to spread, and the model is left as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+
+from rolepool.models.attention import is_packed
+from rolepool.models.compiling import compile_layers
+from rolepool.models.forward import TOKEN_SCORES
 
 
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
@@ -29,6 +33,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if device == "cuda" and is_packed(model):
+        compile_layers(decoder_layers(model))
     # Layers go to the device one by one as they are sharded: the whole model never has to fit there.
     # It warns of in-place changes to what a model returns when that is a view; nothing here makes any.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -38,6 +44,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         # As plain sums, for gloo has no others.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    if hasattr(model, TOKEN_SCORES):
+        register_fsdp_forward_method(model, TOKEN_SCORES)
     return model
 
 
@@ -73,10 +81,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients down to a norm over all shards of at most `max_norm`; returns the norm they had."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(whole(norm))
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
 def sum_over_ranks(values: dict[str, float], device: str) -> dict[str, float]:

@@ -6,7 +6,6 @@ Owns gradient accumulation, clipping, schedule and offload. What the loss is, is
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,7 +78,7 @@ class TrainedModel:
         There is no step where the norm of the gradients, `grad_norm`, is not finite.
         """
         self.model.train()
-        totals: dict[str, float] = defaultdict(float)
+        totals: dict[str, Tensor] = {}
         for number, rows in enumerate(passes):
             add_up_replicas(self.model, number == len(passes) - 1)
             with part("forward"):
@@ -87,15 +86,19 @@ class TrainedModel:
             with part("backward"):
                 loss.backward()
             for name, share in metrics.items():
-                totals[name] += float(share)
+                totals[name] = share.double() + totals.get(name, 0.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
-            norm = clip_gradients(self.model, self.grad_clip)
+            totals["grad_norm"] = clip_gradients(self.model, self.grad_clip).double()
+            # The only look at numbers of the device in a mini-batch, for it waits for the device.
+            numbers = torch.stack(list(totals.values())).tolist()
+            metrics_of_rank = dict(zip(totals, numbers, strict=True))
+            norm = metrics_of_rank.pop("grad_norm")
             if math.isfinite(norm):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return {**sum_over_ranks(dict(totals), self.device), "grad_norm": norm}
+        return {**sum_over_ranks(metrics_of_rank, self.device), "grad_norm": norm}
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:

@@ -17,6 +17,8 @@ from rolepool.placement.roles import Role
 
 GIB = 2**30
 BF16, FP32 = 2, 4
+LOGITS_AT_ONCE = 2**28
+"""Log-probs are computed from so many logits at a time: long enough rows for a GPU, small beside activations."""
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
 """CUDA context, library workspaces, communication buffers and the allocator's unused remainders, per process."""
 
@@ -90,19 +92,24 @@ def trained_role(
     num_shards: int,
     num_tokens: int,
     num_logit_tokens: int,
+    packed: bool,
     checkpointing: bool,
     param_offload: bool,
     optimizer_offload: bool,
 ) -> RoleMemory:
-    """fp32 weights, gradients and two Adam states, sharded; 16-bit compute, one layer gathered ahead."""
+    """fp32 weights, gradients and two Adam states, sharded; 16-bit compute, one layer gathered ahead.
+
+    Of the logits that there are at a time also the gradients, and the gradient of the head, which is added up in fp32.
+    """
     weights = FP32 * num_params // num_shards
     optimizer = 2 * FP32 * num_params // num_shards
     return RoleMemory(
         weights=weights + gathered_bytes(shape),
         gradients=FP32 * num_params // num_shards,
         optimizer=optimizer,
-        activations=training_activation_bytes(shape, num_tokens, checkpointing=checkpointing),
-        logits=num_logit_tokens * shape.vocab_size * (2 * FP32 + BF16),
+        activations=training_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing),
+        logits=2 * logit_bytes(shape, num_logit_tokens)
+        + ((FP32 + BF16) * shape.embedding_params if num_logit_tokens else 0),
         idle=(0 if param_offload else weights) + (0 if optimizer_offload else optimizer),
     )
 
@@ -114,14 +121,15 @@ def scoring_role(
     num_shards: int,
     num_tokens: int,
     num_logit_tokens: int,
+    packed: bool,
     param_offload: bool,
 ) -> RoleMemory:
     """16-bit weights, sharded; a forward pass only."""
     weights = BF16 * num_params // num_shards
     return RoleMemory(
         weights=weights + gathered_bytes(shape),
-        activations=num_tokens * layer_activation_bytes(shape),
-        logits=num_logit_tokens * shape.vocab_size * (FP32 + BF16),
+        activations=num_tokens * layer_activation_bytes(shape, packed=packed),
+        logits=logit_bytes(shape, num_logit_tokens),
         idle=0 if param_offload else weights,
     )
 
@@ -152,18 +160,28 @@ def gathered_bytes(shape: ModelShape) -> int:
     return BF16 * max(2 * shape.layer_params, shape.embedding_params)
 
 
-def layer_activation_bytes(shape: ModelShape) -> int:
-    """What one layer keeps of one token for its backward pass, in 16 bits: the inputs of norms, projections and MLP."""
+def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
+    """The logits that there are at a time, in 16 bits."""
+    return BF16 * min(num_logit_tokens * shape.vocab_size, LOGITS_AT_ONCE)
+
+
+def layer_activation_bytes(shape: ModelShape, *, packed: bool) -> int:
+    """What one layer keeps of one token for its backward pass, in 16 bits: the inputs of norms, projections and MLP.
+
+    Layers of packed passes are compiled, and make some of it again; in others norms keep their inputs in fp32, too.
+    """
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    mlp = 4 * shape.intermediate_size * shape.num_active_experts
-    return BF16 * (6 * shape.hidden_size + 2 * q + 2 * kv + mlp)
+    mlp = shape.intermediate_size * shape.num_active_experts
+    num_hidden, num_mlp = (4, 3) if packed else (8, 4)
+    return BF16 * (num_hidden * shape.hidden_size + 2 * q + 2 * kv + num_mlp * mlp)
 
 
-def training_activation_bytes(shape: ModelShape, num_tokens: int, *, checkpointing: bool) -> int:
+def training_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, checkpointing: bool) -> int:
     """Every layer's activations; with checkpointing every layer's input and one layer's activations."""
+    one_layer = layer_activation_bytes(shape, packed=packed)
     if not checkpointing:
-        return num_tokens * shape.num_layers * layer_activation_bytes(shape)
-    return num_tokens * (shape.num_layers * BF16 * shape.hidden_size + layer_activation_bytes(shape))
+        return num_tokens * shape.num_layers * one_layer
+    return num_tokens * (shape.num_layers * BF16 * shape.hidden_size + one_layer)
 
 
 # From the config to the numbers that the formulas take
@@ -197,6 +215,7 @@ def _actor(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> 
         num_shards=_num_shards(keys.fsdp_config.fsdp_size, plan.pool_of(Role.Actor).world_size),
         num_tokens=tokens,
         num_logit_tokens=_response_tokens(config, tokens),
+        packed=model.use_remove_padding,
         checkpointing=model.enable_gradient_checkpointing,
         param_offload=keys.fsdp_config.param_offload,
         optimizer_offload=keys.fsdp_config.optimizer_offload,
@@ -213,6 +232,7 @@ def _critic(shape: ModelShape, config: Config, plan: Plan, limit: int | None) ->
             config, keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu
         ),
         num_logit_tokens=0,
+        packed=keys.model.use_remove_padding,
         checkpointing=keys.model.enable_gradient_checkpointing,
         param_offload=fsdp.param_offload,
         optimizer_offload=fsdp.optimizer_offload,
@@ -233,6 +253,7 @@ def _reference(shape: ModelShape, config: Config, plan: Plan, limit: int | None)
         num_shards=plan.pool_of(Role.RefPolicy).world_size,
         num_tokens=tokens,
         num_logit_tokens=_response_tokens(config, tokens),
+        packed=config.actor_rollout_ref.model.use_remove_padding,
         param_offload=keys.fsdp_config.param_offload,
     )
 
@@ -247,6 +268,7 @@ def _reward_model(shape: ModelShape, config: Config, plan: Plan, limit: int | No
         num_shards=plan.pool_of(Role.RewardModel).world_size,
         num_tokens=tokens or (keys.micro_batch_size_per_gpu or 1) * sequence,
         num_logit_tokens=0,
+        packed=False,
         param_offload=False,
     )
 

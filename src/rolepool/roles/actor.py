@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_po
 from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
 from rolepool.models.loading import load_policy
+from rolepool.models.packing import Batch, rows_on
 from rolepool.models.sharding import num_shards, whole_parameters
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, Dispatch, register
@@ -61,6 +60,7 @@ class Actor(TrainedRole):
             dtype=dtype,
             trust_remote_code=model_keys.trust_remote_code,
             overrides=dict(model_keys.override_config),
+            packed=self.packed,
         )
         self.trained = TrainedModel(
             model,
@@ -75,20 +75,14 @@ class Actor(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs and entropys of the response tokens, under the weights as they are."""
-        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
+        batch = {key: data.batch[key] for key in INPUTS}
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
             for rows in self.passes["compute_log_prob"].cut(batch["attention_mask"]):
-                scores = response_log_probs(
-                    model,
-                    {key: value[rows] for key, value in batch.items()},
-                    temperature=self.temperature,
-                    packed=self.packed,
-                    with_entropy=True,
-                )
-                assert scores.entropies is not None
-                parts.update(zip(rows, zip(scores.log_probs, scores.entropies, strict=True), strict=True))
+                part = rows_on(self.device, batch, rows)
+                scores = response_log_probs(model, part, temperature=self.temperature, packed=self.packed)
+                parts.update(zip(rows, zip(*scores, strict=True), strict=True))
         log_probs, entropies = (
             torch.stack(column).cpu() for column in zip(*(parts[row] for row in range(len(data))), strict=True)
         )
@@ -121,15 +115,9 @@ class Actor(TrainedRole):
     def _rows_per_mini_batch(self) -> int:
         return self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
 
-    def _loss_of(
-        self, batch: dict[str, Tensor], rows: Sequence[int], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, part = self.keys, {key: value[rows] for key, value in batch.items()}
-        mask, mode = part["response_mask"], self.keys.loss_agg_mode
-        with_entropy = keys.entropy_coeff != 0
-        scores = response_log_probs(
-            self.trained.model, part, temperature=self.temperature, packed=self.packed, with_entropy=with_entropy
-        )
+    def _loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask, mode = self.keys, part["response_mask"], self.keys.loss_agg_mode
+        scores = response_log_probs(self.trained.model, part, temperature=self.temperature, packed=self.packed)
         policy_loss, metrics = compute_policy_loss_vanilla(
             part["old_log_probs"],
             scores.log_probs,
@@ -143,7 +131,7 @@ class Actor(TrainedRole):
         )
         loss = policy_loss
         metrics["pg_loss"] = policy_loss.detach()
-        if scores.entropies is not None:
+        if keys.entropy_coeff != 0:
             entropy = agg_loss(scores.entropies, mask, mode, counts=counts)
             loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()

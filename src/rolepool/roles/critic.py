@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from rolepool.algorithm import LossCounts, compute_value_loss, masked_sum
 from rolepool.config import Config
 from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic
+from rolepool.models.packing import Batch, rows_on
 from rolepool.models.sharding import num_shards
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, Dispatch, register
@@ -53,7 +52,10 @@ class Critic(TrainedRole):
             ),
         }
         model = load_critic(
-            self.keys.model.path, dtype=dtype, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+            self.keys.model.path,
+            dtype=dtype,
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+            packed=self.packed,
         )
         self.trained = TrainedModel(
             model,
@@ -68,12 +70,12 @@ class Critic(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
-        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
+        batch = {key: data.batch[key] for key in INPUTS}
         parts: dict[int, Tensor] = {}
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
             for rows in self.passes["compute_values"].cut(batch["attention_mask"]):
-                values = response_values(model, {key: value[rows] for key, value in batch.items()}, packed=self.packed)
+                values = response_values(model, rows_on(self.device, batch, rows), packed=self.packed)
                 parts.update(zip(rows, values, strict=True))
         return DataProto.from_dict({"values": torch.stack([parts[row] for row in range(len(data))]).cpu()})
 
@@ -99,10 +101,7 @@ class Critic(TrainedRole):
             self.trained.num_updates += 1
         return {f"critic/{name}": value for name, value in metrics.items()}
 
-    def _loss_of(
-        self, batch: dict[str, Tensor], rows: Sequence[int], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        part = {key: value[rows] for key, value in batch.items()}
+    def _loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
         mask = part["response_mask"]
         predicted = response_values(self.trained.model, part, packed=self.packed)
         loss, clip_fraction = compute_value_loss(

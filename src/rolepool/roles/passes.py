@@ -24,7 +24,7 @@ MOST_TOKENS = 16_384
 USABLE = 0.8
 """Of the free memory. The rest is for what the estimate leaves out, and for holes in what the allocator has free."""
 MASK_BYTES = 3
-"""For each pair of tokens that attention compares: a boolean, and the 16-bit number it is turned into."""
+"""For each pair of tokens of a padded row: a boolean, and the 16-bit number it is turned into."""
 
 BytesOfPass = Callable[[int, int], int]
 """The memory that a pass over some rows of some width takes beside the model that rests on the device."""
@@ -51,6 +51,7 @@ class PassMemory:
             num_shards=self.num_shards,
             num_tokens=num_rows * width,
             num_logit_tokens=int(num_rows * width * self.logit_share),
+            packed=self.packed,
             checkpointing=self.checkpointing,
             param_offload=False,
             optimizer_offload=False,
@@ -67,14 +68,14 @@ class PassMemory:
             num_shards=self.num_shards,
             num_tokens=num_rows * width,
             num_logit_tokens=int(num_rows * width * self.logit_share),
+            packed=self.packed,
             param_offload=False,
         )
         return taken.activations + taken.logits + self._of_any(self.shape, num_rows, width)
 
     def _of_any(self, shape: ModelShape, num_rows: int, width: int) -> int:
-        """Gathered weights, and the mask: packed rows are one long row, of which every token is compared with every."""
-        tokens = num_rows * width
-        return gathered_bytes(shape) + MASK_BYTES * tokens * (tokens if self.packed else width)
+        """Gathered weights, and the mask of padded rows."""
+        return gathered_bytes(shape) + (0 if self.packed else MASK_BYTES * num_rows * width * width)
 
 
 def response_share(config: Config) -> float:

@@ -9,6 +9,7 @@ from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
 from rolepool.models.frozen import FrozenModel
 from rolepool.models.loading import load_policy
+from rolepool.models.packing import rows_on
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.roles.actor import INPUTS
 from rolepool.roles.less_memory import offloads, remedies
@@ -40,19 +41,20 @@ class Reference(Worker):
             dtype=dtype if self.device == "cpu" else torch.bfloat16,
             trust_remote_code=model_keys.trust_remote_code,
             overrides=dict(model_keys.override_config),
+            packed=model_keys.use_remove_padding,
         )
         self.frozen = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the first weights."""
-        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
+        batch = {key: data.batch[key] for key in INPUTS}
         parts: dict[int, Tensor] = {}
         with self.frozen.on_device() as model:
             for rows in self.passes.cut(batch["attention_mask"]):
                 scores = response_log_probs(
                     model,
-                    {key: value[rows] for key, value in batch.items()},
+                    rows_on(self.device, batch, rows),
                     temperature=self.config.actor_rollout_ref.rollout.temperature,
                     packed=self.config.actor_rollout_ref.model.use_remove_padding,
                 )

@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from rolepool.algorithm import LossCounts
+from rolepool.models.packing import Batch, rows_on
 from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, Worker
@@ -18,7 +19,8 @@ from rolepool.roles.passes import Passes
 
 logger = logging.getLogger(__name__)
 
-LossOfRows = Callable[[dict[str, Tensor], Sequence[int], LossCounts], tuple[Tensor, dict[str, Tensor]]]
+LossOfPass = Callable[[Batch, LossCounts], tuple[Tensor, dict[str, Tensor]]]
+"""Of the rows of one pass, on the device."""
 
 
 def mini_batches(
@@ -28,17 +30,17 @@ def mini_batches(
     *,
     rows_per_mini_batch: int,
     passes: Passes,
-    loss_of: LossOfRows,
+    loss_of: LossOfPass,
 ) -> dict[str, float]:
     """An optimizer step for each mini-batch of this rank's rows. Returns the mean of each metric over them."""
     totals: dict[str, float] = defaultdict(float)
     starts = range(0, len(data), rows_per_mini_batch)
     for start in starts:
         rows = data.batch[start : start + rows_per_mini_batch]
-        batch = {key: value.to(trained.device) for key, value in rows.items()}
+        batch = dict(rows.items())
         counts = count_losses(batch["response_mask"], trained.device)
         cut = passes.cut(batch["attention_mask"])
-        metrics = trained.step(cut, partial(_swap, loss_of, batch, counts))
+        metrics = trained.step(cut, partial(_loss_of_rows, loss_of, trained.device, batch, counts))
         if worker.rank == 0 and not math.isfinite(metrics["grad_norm"]):
             logger.warning(
                 "%s: the norm of the gradients is %s, so this optimizer step is left out",
@@ -50,10 +52,10 @@ def mini_batches(
     return {name: total / len(starts) for name, total in totals.items()}
 
 
-def _swap(
-    loss_of: LossOfRows, batch: dict[str, Tensor], counts: LossCounts, rows: Sequence[int]
+def _loss_of_rows(
+    loss_of: LossOfPass, device: str, batch: Batch, counts: LossCounts, rows: Sequence[int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    return loss_of(batch, rows, counts)
+    return loss_of(rows_on(device, batch, rows), counts)
 
 
 def count_losses(response_mask: Tensor, device: str) -> LossCounts:
