@@ -159,7 +159,7 @@ def one_rank(demo: Demo) -> Course:
     return run(demo, PLACEMENTS["standard, 1 rank"])
 
 
-IN_EVERY_RUN = ("split, 1 and 1", "rollout alone")
+IN_EVERY_RUN = ("rollout alone",)
 """The others take as long again; `-m slow` runs them."""
 
 
