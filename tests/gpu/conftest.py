@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
