@@ -13,7 +13,7 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics import loggers
 from rolepool.metrics.loggers import Loggers
-from rolepool.metrics.sampling import NodeSampler, Watched
+from rolepool.metrics.sampling import NodeSampler, Watched, pool_utilization
 
 
 def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
@@ -78,3 +78,12 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
     busy.kill()
     busy.join()
     assert sampler.sample()["processes"] == []
+
+
+def test_a_pools_utilization_is_that_of_its_gpus_and_without_them_of_its_processes() -> None:
+    def sample(percent: float) -> dict[str, object]:
+        processes = [{"pool": pool, "cpu_percent": 80.0} for pool in ("big", "small")]
+        return {"gpus": [{"pools": ["big"], "utilization": percent}], "processes": processes}
+
+    assert pool_utilization([sample(10), sample(30)]) == {"pool/big/utilization": 20, "pool/small/utilization": 80}
+    assert pool_utilization([]) == {}

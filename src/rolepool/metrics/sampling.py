@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -94,6 +94,19 @@ class NodeMonitor:
     def take(self) -> list[dict[str, Any]]:
         """The samples since the last time."""
         return [self._held.popleft() for _ in range(len(self._held))]
+
+
+def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """`pool/NAME/utilization` in percent: of the pool's GPUs, or of a core per process where it has none."""
+    of_gpus: dict[str, list[float]] = {}
+    of_processes: dict[str, list[float]] = {}
+    for sample in samples:
+        for gpu in sample["gpus"]:
+            for pool in gpu["pools"]:
+                of_gpus.setdefault(pool, []).append(gpu["utilization"])
+        for process in sample["processes"]:
+            of_processes.setdefault(process["pool"], []).append(process["cpu_percent"])
+    return {f"pool/{pool}/utilization": sum(all_) / len(all_) for pool, all_ in {**of_processes, **of_gpus}.items()}
 
 
 def _gpu_handles(indices: Sequence[int]) -> dict[int, Any]:

@@ -22,6 +22,7 @@ from rolepool.errors import PlacementError
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
+from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import driver_span
 from rolepool.placement import Plan, Role, build_plan
 from rolepool.placement.checks import find_problems
@@ -191,7 +192,9 @@ class Trainer:
         metrics.update(step_row(step.calls, recorded, [*self._before, *after], next_start_s, self.plan))
         self._before = recorded
         self.folder.add_spans(recorded)
-        self.folder.add_monitor(self.monitors.take())
+        samples = self.monitors.take()
+        self.folder.add_monitor(samples)
+        metrics.update(pool_utilization(samples))
         self._write(step.number, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
