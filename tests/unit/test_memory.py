@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rolepool.config import load_config
+from rolepool.models.utilization import model_utilization, peak_flops, training_flops
 from rolepool.placement import Role, build_plan
 from rolepool.placement.memory import (
     GIB,
@@ -462,3 +464,19 @@ def test_what_fits_gets_no_advice(rolepool: Callable[..., Any]) -> None:
     outcome = rolepool("plan", QWEN, "--gpu-memory", "80")
     assert "try " not in outcome.out
     assert "warning" not in outcome.out
+
+
+# Use of a GPU's arithmetic
+
+
+def test_the_operations_of_an_update_are_counted_by_hand() -> None:
+    lengths = torch.tensor([3, 5])
+    assert training_flops(TINY, lengths) == 6 * 1704 * 8 + 6 * 2 * 8 * (9 + 25)
+
+
+def test_a_gpu_is_known_by_a_word_of_its_name() -> None:
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H20") == 148e12
+    assert peak_flops("Some GPU") is None
+    assert model_utilization(TINY, torch.ones(2, 3), 1.0, "cpu") is None

@@ -16,7 +16,6 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.less_memory import offloads, remedies
 from rolepool.roles.passes import Passes, PassMemory, response_share, shape_of
 from rolepool.roles.trained import TrainedRole
-from rolepool.roles.updates import mini_batches
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -28,8 +27,9 @@ class Actor(TrainedRole):
         self.keys = config.actor_rollout_ref.actor
         self.temperature = config.actor_rollout_ref.rollout.temperature
         self.packed = model_keys.use_remove_padding
+        self.shape = shape_of(model_keys.path, model_keys.override_config)
         memory = PassMemory(
-            shape_of(model_keys.path, model_keys.override_config),
+            self.shape,
             num_shards=num_shards(self.keys.fsdp_config.fsdp_size, self.world_size),
             checkpointing=model_keys.enable_gradient_checkpointing,
             logit_share=response_share(config),
@@ -94,26 +94,9 @@ class Actor(TrainedRole):
         reads=(*INPUTS, "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
-        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
-        with self.trained.on_device(training=True):
-            metrics = mini_batches(
-                self,
-                self.trained,
-                data,
-                rows_per_mini_batch=self._rows_per_mini_batch,
-                passes=self.passes["update_actor"],
-                loss_of=self._loss_of,
-            )
-        metrics["lr"] = self.trained.learning_rate
-        if self.keys.use_kl_loss:
-            metrics["kl_coef"] = self.keys.kl_loss_coef
-        if ends_step:
-            self.trained.num_updates += 1
-        return {f"actor/{name}": value for name, value in metrics.items()}
-
-    @property
-    def _rows_per_mini_batch(self) -> int:
-        return self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
+        rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
+        metrics = self.update("actor", data, rows, self.passes["update_actor"], self._loss_of, ends_step)
+        return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
 
     def _loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
         keys, mask, mode = self.keys, part["response_mask"], self.keys.loss_agg_mode

@@ -17,7 +17,6 @@ from rolepool.roles.actor import INPUTS
 from rolepool.roles.less_memory import offloads, remedies
 from rolepool.roles.passes import Passes, PassMemory, shape_of
 from rolepool.roles.trained import TrainedRole
-from rolepool.roles.updates import mini_batches
 
 
 class Critic(TrainedRole):
@@ -25,8 +24,9 @@ class Critic(TrainedRole):
         self.config = config
         self.keys = config.critic
         self.packed = self.keys.model.use_remove_padding
+        self.shape = shape_of(self.keys.model.path)
         memory = PassMemory(
-            shape_of(self.keys.model.path),
+            self.shape,
             num_shards=num_shards(self.keys.model.fsdp_config.fsdp_size, self.world_size),
             checkpointing=self.keys.model.enable_gradient_checkpointing,
             logit_share=0.0,
@@ -85,21 +85,8 @@ class Critic(TrainedRole):
         reads=(*INPUTS, "response_mask", "values", "returns"),
     )
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
-        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
         rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
-        with self.trained.on_device(training=True):
-            metrics = mini_batches(
-                self,
-                self.trained,
-                data,
-                rows_per_mini_batch=rows,
-                passes=self.passes["update_critic"],
-                loss_of=self._loss_of,
-            )
-        metrics["lr"] = self.trained.learning_rate
-        if ends_step:
-            self.trained.num_updates += 1
-        return {f"critic/{name}": value for name, value in metrics.items()}
+        return self.update("critic", data, rows, self.passes["update_critic"], self._loss_of, ends_step)
 
     def _loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
         mask = part["response_mask"]
