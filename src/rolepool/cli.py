@@ -125,7 +125,7 @@ def config(arguments: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """Train. Refuses keys that are set and not built."""
+    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
     from rolepool.trainer.command import train
 
     return train(arguments, "rolepool train")

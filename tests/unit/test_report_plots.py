@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_run
 
-from rolepool.report.colors import OPERATION_COLORS, ROLE_COLORS, colors_for, in_step_order
+from rolepool.report.colors import OPERATION_COLORS, colors_for, in_step_order
 from rolepool.report.logs import read_logs
 from rolepool.report.plots import grouped_bars, mean_times, new_figure, plot_logs, style
 
@@ -102,9 +102,8 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 # Colours
 
 
-def test_operations_have_colours_of_their_own_and_roles_share_with_what_they_do() -> None:
+def test_operations_have_colours_of_their_own() -> None:
     assert len(set(OPERATION_COLORS.values())) == len(OPERATION_COLORS)
-    assert set(ROLE_COLORS.values()) <= set(OPERATION_COLORS.values())
 
 
 def test_unknown_operations_come_last_and_have_a_colour_too() -> None:

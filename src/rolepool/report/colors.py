@@ -28,17 +28,6 @@ OPERATION_COLORS = {
 }
 """In the order of a step, which is also the order of legends and stacks."""
 
-ROLE_COLORS = {
-    "rollout": GREEN,
-    "actor": BLUE,
-    "actor_rollout": BLUE,
-    "ref": PURPLE,
-    "critic": VERMILLION,
-    "reward_model": YELLOW,
-    "reward": YELLOW,
-    "trainer": "#595959",
-}
-
 WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}
 
 DARK = {GREEN, BLUE, VERMILLION, BLACK, "#595959", "#8C8C8C"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from rich.markup import escape as escape_markup
@@ -22,7 +22,7 @@ from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import Rows, cut_into_runs, distinct_names
 from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
-from rolepool.report.run import Run, read_run
+from rolepool.report.run import Run, read_run, value_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +103,7 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raises ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
     for key in WORK_KEYS:
-        values = {name: _value_of(run.config, key) for name, run in runs.items()}
+        values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
             problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
@@ -167,13 +167,6 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
 # Numbers
 
 
-def _value_of(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def _rows(run: Run) -> Rows:
     """The rows of the last run in the folder, a step's validation in its row."""
     without_step = ({name: value for name, value in row.items() if name != "step"} for row in run.rows)
@@ -191,8 +184,8 @@ def _after_warm_up(steps: list[T]) -> list[T]:
 def _measures_of_steps(run: Run) -> dict[str, list[float]]:
     rows = _after_warm_up([row for row in _rows(run).values() if f"{TIMING}step" in row])
     measures: dict[str, list[float]] = {}
-    num_samples = _value_of(run.config, "data.train_batch_size") or 0
-    num_samples *= _value_of(run.config, "actor_rollout_ref.rollout.n") or 1
+    num_samples = value_at(run.config, "data.train_batch_size") or 0
+    num_samples *= value_at(run.config, "actor_rollout_ref.rollout.n") or 1
     for row in rows:
         if num_samples and row[f"{TIMING}step"] > 0:
             row = {**row, "samples/s": num_samples / row[f"{TIMING}step"]}

@@ -20,7 +20,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
-from rolepool.report.run import Run
+from rolepool.report.run import Run, value_at
 from rolepool.report.summary import ByStep, Summary, replayed_step_s
 
 IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
@@ -67,14 +67,6 @@ def find(run: Run, summary: Summary, grouped: ByStep) -> list[Finding]:
         *_overlap(summary),
         *_first_step(summary),
     ]
-
-
-def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where the config has no such key."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _idle_pool(run: Run, summary: Summary, grouped: ByStep) -> Iterator[Finding]:

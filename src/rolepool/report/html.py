@@ -23,8 +23,8 @@ from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import Recorded, Timeline, lanes, step_bounds
 from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
-from rolepool.report.findings import find, value_at
-from rolepool.report.run import Run
+from rolepool.report.findings import find
+from rolepool.report.run import Run, value_at
 from rolepool.report.summary import ByStep, around, by_step, summarise
 
 MAX_POINTS = 500

@@ -6,7 +6,7 @@ a whole file that cannot be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -53,6 +53,14 @@ def read_run(folder: str | Path) -> Run:
         monitor=_lines(folder / "monitor.jsonl", _moment, skipped),
         skipped=skipped,
     )
+
+
+def value_at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where the config has no such key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _whole_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> T | None:

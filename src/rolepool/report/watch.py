@@ -26,7 +26,7 @@ from rolepool.metrics.analysis import Recorded, Timeline, step_bounds, step_metr
 from rolepool.metrics.spans import Span
 from rolepool.metrics.sparkline import sparkline
 from rolepool.report.colors import colors_for
-from rolepool.report.findings import value_at
+from rolepool.report.run import value_at
 
 LAST_STEPS = 5
 LAST_BYTES = 2**21

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> int:
-    """Train. Refuses keys that are set and not built."""
+    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
     options = parse(words_parser(program, train.__doc__), arguments)
     if options is None:
         return EXIT_FINE
