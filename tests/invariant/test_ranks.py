@@ -61,7 +61,7 @@ def update(fsdp_size: int, rows_per_pass: int) -> dict[str, Tensor]:
                 seen[f"{step}/{name}"] = whole(parameter.grad).clone()
 
         hook = trained.optimizer.register_step_pre_hook(look)
-        seen[f"{step}/norm"] = torch.tensor(trained.step(by_rows(len(tokens), rows_per_pass), loss_of)["grad_norm"])
+        seen[f"{step}/norm"] = trained.step(by_rows(len(tokens), rows_per_pass), loss_of)["grad_norm"]
         hook.remove()
     seen.update({name: whole(tensor).clone() for name, tensor in trained.model.state_dict().items()})
     return seen

@@ -43,7 +43,7 @@ from rolepool.models.checkpoint import (
     save_trained,
     temporary_folder,
 )
-from rolepool.models.sharding import whole
+from rolepool.models.sharding import sum_over_ranks, whole
 from rolepool.models.training import TrainedModel
 
 pytestmark = pytest.mark.slow  # a minute and more of real processes; training does not save checkpoints yet
@@ -122,7 +122,8 @@ def train(trained: TrainedModel, num_steps: int, *, noisy: bool = False) -> list
             return (1 + noise) * loss, {"loss": (1 + noise) * loss.detach().double()}
 
         mine = list(range(ROWS))[rank::num_ranks]
-        losses.append(trained.step([mine[:1], mine[1:]], loss_of)["loss"])
+        share = float(trained.step([mine[:1], mine[1:]], loss_of)["loss"])
+        losses.append(sum_over_ranks({"loss": share}, "cpu")["loss"])
         trained.num_updates += 1
     return losses
 

@@ -46,51 +46,57 @@ class _Function(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, how: LinearLogProbs
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        largest, log_sums, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(4))
+        log_sums, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for piece in how.pieces(len(hidden), len(weight)):
             scores = how.score(hidden[piece], weight, labels[piece], temperature)
-            largest[piece], log_sums[piece], log_probs[piece], entropies[piece] = scores
-        ctx.save_for_backward(hidden, weight, labels, largest, log_sums, entropies)
+            log_sums[piece], log_probs[piece], entropies[piece] = scores
+        ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
         ctx.temperature, ctx.how = temperature, how
+        ctx.set_materialize_grads(False)  # entropies are seldom part of a loss, and their gradient is half the work
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, labels, *of_tokens = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
+        of_log_probs, of_entropies = grads
+        of_log_probs = torch.zeros_like(log_sums) if of_log_probs is None else of_log_probs
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Many pieces are added up: in 16 bits the sum would lose what the last ones add.
-        grad_weight = torch.zeros_like(weight, dtype=of_tokens[0].dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             grad_logits = ctx.how.differentiate(
                 hidden[piece],
                 weight,
                 labels[piece],
                 ctx.temperature,
-                *(tensor[piece] for tensor in (*of_tokens, *grads)),
+                log_sums[piece],
+                entropies[piece],
+                of_log_probs[piece],
+                None if of_entropies is None else of_entropies[piece],
             )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[piece]
+                _add_product(grad_weight, grad_logits.T, hidden[piece])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each token: the largest logit m, log s for s = sum_v e^(z_v - m), log p(label) and the entropy.
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label) and the entropy.
 
     log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of -inf adds 0.
     """
     logits = hidden @ weight.T
-    z = _precise(logits) / temperature
+    z = _precise(logits) * (1 / temperature)
     largest = z.amax(dim=-1)
     below = z - largest.unsqueeze(-1)
     weights = below.exp()
     total = weights.sum(dim=-1)
     log_total = total.log()
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    log_probs = _precise(chosen) / temperature - largest - log_total
+    log_probs = _precise(chosen) * (1 / temperature) - largest - log_total
     weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
-    return largest, log_total, log_probs, log_total - weighted / total
+    return largest + log_total, log_probs, log_total - weighted / total
 
 
 def _differentiate(
@@ -98,22 +104,34 @@ def _differentiate(
     weight: Tensor,
     labels: Tensor,
     temperature: float,
-    largest: Tensor,
-    log_total: Tensor,
+    log_sum: Tensor,
     entropies: Tensor,
-    grad_log_probs: Tensor,
-    grad_entropies: Tensor,
+    of_log_probs: Tensor,
+    of_entropies: Tensor | None,
 ) -> Tensor:
     """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log p_v + H)."""
     logits = hidden @ weight.T
-    log_p = _precise(logits) / temperature - largest.unsqueeze(-1) - log_total.unsqueeze(-1)
+    log_p = _precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
     p = log_p.exp()
-    of_log_prob, of_entropy = grad_log_probs.unsqueeze(-1), grad_entropies.unsqueeze(-1)
-    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
-    surprise = torch.where(p == 0, 0, log_p + entropies.unsqueeze(-1))
-    grad = torch.where(is_label, of_log_prob, 0) - p * (of_log_prob + of_entropy * surprise)
-    used = (of_log_prob != 0) | (of_entropy != 0)  # NaN logits of a masked token stay there
-    return torch.where(used, grad / temperature, 0).to(logits.dtype)
+    places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    is_label = places == labels.int().unsqueeze(-1)
+    slope = of_log_probs.unsqueeze(-1)
+    grad = torch.where(is_label, slope, 0) - p * slope
+    used = slope != 0
+    if of_entropies is not None:
+        surprise = torch.where(p == 0, 0, log_p + entropies.unsqueeze(-1))
+        grad = grad - p * surprise * of_entropies.unsqueeze(-1)
+        used = used | (of_entropies.unsqueeze(-1) != 0)
+    # NaN logits of a masked token stay there.
+    return torch.where(used, grad * (1 / temperature), 0).to(logits.dtype)
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other; on a GPU the product of 16-bit matrices is added in float32 as it is made."""
+    if total.is_cuda and one.dtype != total.dtype:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+    else:
+        total += one @ other
 
 
 def _precise(logits: Tensor) -> Tensor:

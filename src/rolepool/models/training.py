@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rolepool.config.model_keys import Fsdp, Optim
 from rolepool.errors import RolepoolError
-from rolepool.models.sharding import add_up_replicas, clip_gradients, shard, sum_over_ranks
+from rolepool.models.sharding import add_up_replicas, clip_gradients, shard
 from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
@@ -72,10 +72,12 @@ class TrainedModel:
             return self.optim.lr_warmup_steps
         return int(self.optim.lr_warmup_steps_ratio * self.num_training_steps)
 
-    def step(self, passes: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, float]:
-        """One optimizer step on a mini-batch, given as passes over its rows on this rank. Metrics are the pool's.
+    def step(self, passes: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
+        """One optimizer step on a mini-batch, given as passes over its rows on this rank.
 
-        There is no step where the norm of the gradients, `grad_norm`, is not finite.
+        Metrics are this rank's shares, and `grad_norm`, which is the pool's; there is no step where it is not finite.
+        They are left on the device: to look at them waits for it, and a device that is waited for stands still until
+        it is given work again.
         """
         self.model.train()
         totals: dict[str, Tensor] = {}
@@ -90,15 +92,18 @@ class TrainedModel:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
-            totals["grad_norm"] = clip_gradients(self.model, self.grad_clip).double()
-            # The only look at numbers of the device in a mini-batch, for it waits for the device.
-            numbers = torch.stack(list(totals.values())).tolist()
-            metrics_of_rank = dict(zip(totals, numbers, strict=True))
-            norm = metrics_of_rank.pop("grad_norm")
-            if math.isfinite(norm):
-                self.optimizer.step()
+            norm = clip_gradients(self.model, self.grad_clip)
+            self._step_unless(~norm.isfinite())
             self.optimizer.zero_grad(set_to_none=True)
-        return {**sum_over_ranks(metrics_of_rank, self.device), "grad_norm": norm}
+        return {**totals, "grad_norm": norm.double()}
+
+    def _step_unless(self, bad: Tensor) -> None:
+        if self.device == "cuda":
+            # The fused kernel itself looks at this flag, and leaves everything as it is where it is 1.
+            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not bad:
+            self.optimizer.step()
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from rolepool.algorithm import LossCounts
@@ -32,24 +33,29 @@ def mini_batches(
     passes: Passes,
     loss_of: LossOfPass,
 ) -> dict[str, float]:
-    """An optimizer step for each mini-batch of this rank's rows. Returns the mean of each metric over them."""
-    totals: dict[str, float] = defaultdict(float)
+    """An optimizer step for each mini-batch of this rank's rows. Returns the mean of each metric over them.
+
+    What ranks must tell each other is told before the first, and metrics are read after the last: in between the host
+    never waits for the device.
+    """
     starts = range(0, len(data), rows_per_mini_batch)
-    for start in starts:
-        rows = data.batch[start : start + rows_per_mini_batch]
-        batch = dict(rows.items())
-        counts = count_losses(batch["response_mask"], trained.device)
-        cut = passes.cut(batch["attention_mask"])
-        metrics = trained.step(cut, partial(_loss_of_rows, loss_of, trained.device, batch, counts))
-        if worker.rank == 0 and not math.isfinite(metrics["grad_norm"]):
+    batches = [dict(data.batch[start : start + rows_per_mini_batch].items()) for start in starts]
+    counts = count_losses([batch["response_mask"] for batch in batches], trained.device)
+    cuts = [passes.cut(batch["attention_mask"]) for batch in batches]
+    of_batches = [
+        trained.step(cut, partial(_loss_of_rows, loss_of, trained.device, batch, count))
+        for batch, count, cut in zip(batches, counts, cuts, strict=True)
+    ]
+    names = list(of_batches[0])
+    numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
+    norms = [of_batch[names.index("grad_norm")] for of_batch in numbers]
+    for norm in norms:
+        if worker.rank == 0 and not math.isfinite(norm):
             logger.warning(
-                "%s: the norm of the gradients is %s, so this optimizer step is left out",
-                worker.context.role,
-                metrics["grad_norm"],
+                "%s: the norm of the gradients is %s, so this optimizer step is left out", worker.context.role, norm
             )
-        for name, value in metrics.items():
-            totals[name] += value
-    return {name: total / len(starts) for name, total in totals.items()}
+    means = {name: sum(column) / len(starts) for name, column in zip(names, zip(*numbers, strict=True), strict=True)}
+    return {**sum_over_ranks(means, trained.device), "grad_norm": means["grad_norm"]}
 
 
 def _loss_of_rows(
@@ -58,8 +64,13 @@ def _loss_of_rows(
     return loss_of(rows_on(device, batch, rows), counts)
 
 
-def count_losses(response_mask: Tensor, device: str) -> LossCounts:
-    """What the losses of a mini-batch are divided by, counted over all ranks."""
-    mine = LossCounts.of(response_mask)
-    total = sum_over_ranks({"tokens": float(mine.num_tokens), "sequences": float(mine.num_sequences)}, device)
-    return LossCounts(int(total["tokens"]), int(total["sequences"]), mine.loss_scale_factor)
+def count_losses(response_masks: Sequence[Tensor], device: str) -> list[LossCounts]:
+    """What the losses of each mini-batch are divided by, counted over all ranks."""
+    mine = [LossCounts.of(mask) for mask in response_masks]
+    tokens = {f"tokens {number}": float(counts.num_tokens) for number, counts in enumerate(mine)}
+    sequences = {f"sequences {number}": float(counts.num_sequences) for number, counts in enumerate(mine)}
+    total = sum_over_ranks({**tokens, **sequences}, device)
+    return [
+        replace(counts, num_tokens=int(total[f"tokens {number}"]), num_sequences=int(total[f"sequences {number}"]))
+        for number, counts in enumerate(mine)
+    ]
