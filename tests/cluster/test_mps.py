@@ -70,10 +70,12 @@ def test_a_daemon_has_a_private_folder_with_short_paths_and_sees_all_gpus(
 
 def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed(with_fake: None) -> None:
     program = (
-        "import json, time; from rolepool.cluster.mps import MpsDaemon; "
-        "daemon = MpsDaemon(); print(json.dumps(daemon.environment), flush=True); time.sleep(600)"
+        "import json, runpy, sys, time; daemon = runpy.run_path(sys.argv[1])['MpsDaemon'](); "
+        "print(json.dumps(daemon.environment), flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(mps.__file__)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         environment = json.loads(holder.stdout.readline())
         pids = daemon_and_servers(environment)
@@ -105,7 +107,7 @@ def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
 
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
-    with pytest.raises(PlacementError, match="^placement.mps=true: is for GPUs, and the cluster has none"):
+    with pytest.raises(PlacementError, match=r"^placement\.mps=true: is for GPUs, and the cluster has none"):
         launch(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], timeout_s=1, run_seed=1)
 
 

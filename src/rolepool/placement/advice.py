@@ -212,7 +212,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
 
 
 def _divisions(config: Config) -> Iterator[Changes]:
-    yield {"placement.strategy": "standard", **({"placement.mps": False} if config.placement.mps else {})}
+    yield {"placement.strategy": "standard"}
     yield {"placement.strategy": "split"}
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
         yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}
