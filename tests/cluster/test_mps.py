@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,15 @@ def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
     wait_until(lambda: set(Path("/tmp").glob("rolepool-mps-*")) <= before)
 
 
+def test_a_node_without_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PlacementError) as caught:
+        MpsDaemon()
+    assert f"start on {socket.gethostname()}: {CONTROL} is not on the PATH; set placement.mps=false" in str(
+        caught.value
+    )
+
+
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
     with pytest.raises(PlacementError, match=r"^placement\.mps=true: is for GPUs, and the cluster has none"):
@@ -116,7 +126,7 @@ def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """The stand-in, where a test can take it away."""
+    """The stand-in, where a test can change it."""
     copy = tmp_path / CONTROL
     copy.write_text(FAKE.read_text())
     copy.chmod(0o755)
@@ -153,9 +163,9 @@ def test_sharing_pools_use_one_daemon_per_node_that_ends_with_the_run(address: s
         assert len({*pids[0], *pids[1]}) == 4, "a daemon and a server on each node"
     wait_until(lambda: is_gone(first, pids[0]) and is_gone(second, pids[1]))
 
-    program.unlink()
+    program.write_text("#!/bin/sh\necho no such driver; exit 1\n")
     half = plan_of({"half": {"per_node": [1], "share": 0.5}}, GPUS, device="auto", mps=True)
     with pytest.raises(PlacementError) as caught:
         Cluster(half, address=address)
     (line,) = caught.value.problems
-    assert f"{CONTROL} is not on the PATH; set placement.mps=false" in line
+    assert f"{CONTROL} -d failed: no such driver; set placement.mps=false" in line

@@ -22,13 +22,15 @@ START_TIMEOUT_S = 30.0
 """For the daemon and its server to start."""
 ASK_TIMEOUT_S = 10.0
 
-# Reads until the process that started it is gone, then ends the daemon and removes its folder. It runs in the
-# background of a shell that is over at once, for Ray kills the children of a worker that ends, but not theirs.
+# Reads until the process that started it is gone, then ends the daemon, with the servers that are its children, and
+# removes its folder. It runs in the background of a shell that is over at once, for Ray kills the children of a worker
+# that ends, but not theirs.
 KEEPER = f"""
 exec 3<&0
 (
     read -r _ <&3
-    echo quit -t 5 | timeout 20 {CONTROL} || kill -9 "$(cat "$CUDA_MPS_PIPE_DIRECTORY/{CONTROL}.pid")"
+    daemon=$(cat "$CUDA_MPS_PIPE_DIRECTORY/{CONTROL}.pid")
+    echo quit -t 5 | timeout 20 {CONTROL} || {{ pkill -9 -P "$daemon"; kill -9 "$daemon"; }}
     rm -rf "$1"
 ) >/dev/null 2>&1 &
 """
