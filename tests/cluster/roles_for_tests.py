@@ -490,6 +490,10 @@ class Place(Worker):
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self, *names: str) -> dict[str, str]:
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meet(self) -> int:
         total = torch.ones(1)
         dist.all_reduce(total)

@@ -168,6 +168,14 @@ def test_gpus_in_no_pool_and_gpus_in_two_pools_are_shown_so(rolepool: Rolepool) 
     assert out.startswith("2 pools on 1 of 2 GPUs")
 
 
+def test_a_plan_says_where_mps_is_started(rolepool: Rolepool) -> None:
+    pools = ("placement.pools.a={per_node: [1], share: 0.5}", "placement.pools.b={per_node: [1], share: 0.5}")
+    roles = ("placement.roles.actor_rollout=a", "placement.roles.critic=b", "placement.strategy=custom")
+    shared = rolepool("plan", *pools, *roles, "placement.mps=true")
+    assert "CUDA MPS: started on the nodes of a, b, and stopped with the run\n" in shared.out
+    assert "MPS" not in rolepool("plan", *pools, *roles).out
+
+
 def test_a_cpu_plan_speaks_of_slots(rolepool: Rolepool) -> None:
     out = rolepool("plan", "recipes/demo_split.yaml").out
     assert out.startswith("2 pools on 2 of 2 CPU slots")

@@ -545,6 +545,11 @@ def test_mps_without_a_shared_gpu_is_refused() -> None:
     assert problems("placement.mps=true placement.strategy=split placement.split.share=0.5") == []
 
 
+def test_mps_without_gpus_is_refused() -> None:
+    shared = "placement.mps=true placement.strategy=split placement.split.share=0.5 trainer.device=cpu"
+    assert problems(shared) == ["placement.mps=true: is for GPUs, and trainer.device=cpu uses none; leave it out"]
+
+
 # Overlap
 
 

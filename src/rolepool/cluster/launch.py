@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,6 +69,8 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
     """Start the plan's processes, all pools side by side. Raises PlacementError or WorkerError; every wait ends."""
     device = slot_device(plan.device, nodes)
     _check_it_can_ever_fit(plan, nodes, device)
+    if plan.mps and device == "cpu":
+        raise PlacementError("placement.mps=true: is for GPUs, and the cluster has none; set placement.mps=false")
     slots = sorted({slot for pool in plan.pools.values() for slot in pool.slots})
     group = _reserve(plan, slots, nodes, device, timeout_s)
     started: dict[str, list[Any]] = {}
@@ -79,6 +81,8 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         }
         found = _await_start(started)
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
+        if plan.mps:
+            _start_mps(plan, processes)
         counts = {name: pool.counts_by_node for name, pool in plan.pools.items()}
         shares = {name: pool.share for name, pool in plan.pools.items()}
         _form_pools(counts, shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
@@ -240,6 +244,28 @@ def _match(
         for rank, slot in enumerate(slots)
         for actor, place in [held[slot]]
     ]
+
+
+def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
+    """On every node one daemon, held by the first of those who share GPUs there, before any of them uses its GPU."""
+    sharing: dict[int, list[Process]] = {}
+    for name in plan.sharing_pools:
+        for process in processes[name]:
+            sharing.setdefault(process.slot.node, []).append(process)
+    started = {node: members[0].actor.start_mps.remote() for node, members in sharing.items()}
+    for node, members in sharing.items():
+        try:
+            variables = ray.get(started[node], timeout=START_TIMEOUT_S)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise WorkerError(
+                f"placement.mps=true: no CUDA MPS on node {node} after {START_TIMEOUT_S:.0f} s: {error}"
+            ) from None
+        # In the order of calls this comes before the rank, with which a process turns to its GPU.
+        for process in members:
+            process.actor.set_environment.remote(variables)
+        logger.info("started CUDA MPS on node %d (%s)", node, members[0].address)
 
 
 def _form_pools(

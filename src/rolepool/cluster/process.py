@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import Call, pack_reply, resolve, unpack_call, without_padding
+from rolepool.cluster.mps import MpsDaemon
 from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
@@ -105,6 +106,14 @@ class WorkerProcess:
         return time.time()
 
     # Start
+
+    def start_mps(self) -> dict[str, str]:
+        """Run CUDA MPS on this node for as long as this process lives; the variables that its clients need."""
+        self._mps = MpsDaemon()
+        return self._mps.environment
+
+    def set_environment(self, variables: dict[str, str]) -> None:
+        os.environ.update(variables)
 
     def take_rank(self, assignment: Assignment) -> tuple[str, int] | None:
         """Become a rank. Rank 0 answers with the address at which the others meet it."""

@@ -14,7 +14,6 @@ VALUES_IN_FORCE: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_rank": (0,),
     "actor_rollout_ref.model.lora_alpha": (16,),
     "actor_rollout_ref.rollout.name": ("native",),
-    "placement.mps": (False,),
 }
 
 

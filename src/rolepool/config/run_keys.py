@@ -202,7 +202,7 @@ class Placement(Section):
     timeout_s: Positive = 60.0
     """Seconds to wait for the cluster to give what the plan needs."""
     mps: bool = False
-    """Run CUDA MPS for pools that share a GPU."""
+    """Run CUDA MPS on nodes where pools share GPUs, from start to end of the run."""
 
 
 class RayInit(Section):

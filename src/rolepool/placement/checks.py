@@ -104,7 +104,9 @@ def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
-    if config.placement.mps and all(pool.share == 1 for pool in plan.pools.values()):
+    if config.placement.mps and config.trainer.device == "cpu":
+        yield "placement.mps=true: is for GPUs, and trainer.device=cpu uses none; leave it out"
+    elif config.placement.mps and not plan.sharing_pools:
         yield (
             "placement.mps=true: is for pools that share a GPU, and none does; leave it out, "
             "or set a share (placement.split.share=0.5)"

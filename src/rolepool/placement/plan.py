@@ -52,6 +52,13 @@ class Plan(BaseModel):
     roles: dict[Role, str]
     left_out: dict[Role, str]
     overlaps: tuple[tuple[str, str], ...]
+    mps: bool = False
+    """Whether pools that share GPUs use CUDA MPS."""
+
+    @property
+    def sharing_pools(self) -> list[str]:
+        """The pools with less than whole GPUs."""
+        return [name for name, pool in self.pools.items() if pool.share < 1]
 
     def pool_of(self, role: Role) -> PlannedPool:
         """The pool a role lives in; `actor_rollout` where both parts live together."""
@@ -73,7 +80,7 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
     _, left_out = needed_roles(config)
-    return place(manager, inventory, device=config.trainer.device, left_out=left_out)
+    return place(manager, inventory, device=config.trainer.device, left_out=left_out, mps=config.placement.mps)
 
 
 def place(
@@ -82,6 +89,7 @@ def place(
     *,
     device: str = "auto",
     left_out: dict[Role, str] | None = None,
+    mps: bool = False,
 ) -> Plan:
     """Put pools and roles that are written out on the nodes there are."""
     slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
@@ -101,4 +109,5 @@ def place(
         roles=manager.roles,
         left_out=left_out or {},
         overlaps=overlapping_operations(manager.roles),
+        mps=mps,
     )

@@ -183,6 +183,9 @@ def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
     if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()) and plan.device != "cpu":
         bound = "give --gpu-memory for a verdict; the KV cache is then held within gpu_memory_utilization"
         lines.append(Text.assemble(("memory: ", "bold"), bound))
+    if plan.mps and plan.sharing_pools and plan.device != "cpu":
+        where = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
+        lines.append(Text.assemble(("CUDA MPS: ", "bold"), where))
     reasons: dict[str, list[Role]] = {}
     for role, reason in estimate.unknown.items():
         reasons.setdefault(reason, []).append(role)
