@@ -72,6 +72,7 @@ class _Function(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[piece]
+            del grad_logits  # before the next are made
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 

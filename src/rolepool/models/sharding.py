@@ -40,10 +40,11 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*decoder_layers(model), model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The ranks' losses are shares to be added, and so are gradients: averaging and scaling back would round them.
-        # As plain sums, for gloo has no others.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+        if world_size > 1:  # one rank adds nothing up, but would still divide, into a copy
+            # The ranks' losses are shares to be added, and so are gradients: averaging and scaling back would round
+            # them. As plain sums, for gloo has no others.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
     if hasattr(model, TOKEN_SCORES):
         register_fsdp_forward_method(model, TOKEN_SCORES)
     return model
@@ -58,6 +59,13 @@ def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
     """The repeated blocks of a transformer: the longest list of modules in it."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=nn.ModuleList())
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Let go of the embedding, head and last norm that were put together for a pass. Without a backward pass they would
+    stay, for the next."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def add_up_replicas(model: nn.Module, now: bool) -> None:
