@@ -20,7 +20,8 @@ BF16, FP32 = 2, 4
 LOGITS_AT_ONCE = 2**28
 """Log-probs are computed from so many logits at a time: long enough rows for a GPU, small beside activations."""
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
-"""CUDA context, library workspaces, communication buffers and the allocator's unused remainders, per process."""
+"""Of a process, beside what torch has allocated: CUDA context, code, communication buffers, and what the allocator
+cannot use."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,7 @@ def trained_role(
     layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + mlp_width(shape))
     head_gradient = BF16 * shape.embedding_params if num_logit_tokens else 0
     moments = (
-        replace(
-            in_pass, gradients=before, activations=kept, logits=head_training_bytes(shape, num_tokens, num_logit_tokens)
-        ),
+        replace(in_pass, gradients=before, activations=kept, logits=head_training_bytes(shape, num_logit_tokens)),
         replace(  # the last layer's backward pass, the first to come
             in_pass,
             gradients=before,
@@ -208,7 +207,7 @@ def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
     return BF16 * min(num_logit_tokens * shape.vocab_size, LOGITS_AT_ONCE)
 
 
-def head_training_bytes(shape: ModelShape, num_tokens: int, num_logit_tokens: int) -> int:
+def head_training_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
     """At the head's backward pass: its gradient, added up in fp32; and logits with their gradients, or these and the
     piece of the head's gradient that comes from them. Also hidden states before logits, and their gradients."""
     if not num_logit_tokens:
@@ -237,8 +236,10 @@ def layer_activation_bytes(shape: ModelShape, *, packed: bool) -> int:
 
 
 def kept_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, checkpointing: bool) -> int:
-    """When the forward pass ends: every layer's activations, or with checkpointing its input; and the last norm's, which
-    is not compiled: its input in fp32, and in 16 bits what it gives before and after its weights."""
+    """When the forward pass ends: every layer's activations, or with checkpointing its input; and the last norm's.
+
+    That one is not compiled: its input in fp32, and in 16 bits what it gives before and after its weights.
+    """
     layer = BF16 * shape.hidden_size if checkpointing else layer_activation_bytes(shape, packed=packed)
     return num_tokens * (shape.num_layers * layer + (FP32 + 2 * BF16) * shape.hidden_size)
 
@@ -376,7 +377,8 @@ def _num_shards(fsdp_size: int, world_size: int) -> int:
 
 def _rows(config: Config, plan: Plan, role: Role) -> int:
     """Sequences of a batch on one GPU, or of a group of tensor-parallel ones."""
-    return -(-config.data.train_batch_size * config.actor_rollout_ref.rollout.n // data_parallel_size(config, plan, role))
+    num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    return -(-num_rows // data_parallel_size(config, plan, role))
 
 
 def _mini_batch_tokens(config: Config, plan: Plan, role: Role, mini_batch_size: int) -> int:
