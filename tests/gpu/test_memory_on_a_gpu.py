@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolepool.config import load_config
+from rolepool.config import Config, load_config
 from rolepool.data.demo import make_demo
+from rolepool.placement import Role, build_plan
+from rolepool.placement.memory import GIB, estimate_memory
 from rolepool.protocol import DataProto
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
+from rolepool.roles.critic import Critic
 from rolepool.roles.passes import Passes
 from rolepool.roles.ref import Reference
+from rolepool.roles.reward_model import RewardModel
+from rolepool.roles.rollout import Rollout
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +46,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def batch() -> DataProto:
-    mask = torch.ones(ROWS, WIDTH, dtype=torch.int64)
+def batch(num_rows: int = ROWS, width: int = WIDTH) -> DataProto:
+    mask = torch.ones(num_rows, width, dtype=torch.int64)
     ids = torch.randint(4, 12, mask.shape, generator=torch.Generator().manual_seed(1))
-    half = WIDTH // 2
-    floats = {key: torch.randn(ROWS, half) for key in ("old_log_probs", "advantages")}
+    half = width // 2
+    floats = {key: torch.randn(num_rows, half) for key in ("old_log_probs", "advantages", "values", "returns")}
     return DataProto.from_dict(
         {
             "input_ids": ids,
@@ -112,3 +120,86 @@ def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank
     assert norm_away == pytest.approx(norm, rel=1e-3)
     torch.testing.assert_close(log_probs_away, log_probs, rtol=1e-2, atol=1e-2)
     assert left < resident / 10
+
+
+# What the plan says
+
+SEQUENCES, LENGTH, PASS_TOKENS = 64, 512, 8192
+
+
+@pytest.fixture(scope="module")
+def four_layers(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Layers and vocabulary of the 0.5B shape, in a model that is made in seconds."""
+    folder = tmp_path_factory.mktemp("model")
+    content = json.loads((root / "recipes/shapes/qwen2.5-0.5b/config.json").read_text(encoding="utf-8"))
+    with torch.device("cuda"):
+        shape = AutoConfig.for_model(**{**content, "num_hidden_layers": 4})
+        AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
+    return load_config(
+        [],
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            f"critic.model.path={folder}",
+            "reward_model.enable=true",
+            f"reward_model.model.path={folder}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+            "algorithm.use_kl_in_reward=true",
+            "actor_rollout_ref.rollout.ignore_eos=true",
+            f"data.train_batch_size={SEQUENCES}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={SEQUENCES}",
+            f"data.max_prompt_length={LENGTH // 2}",
+            f"data.max_response_length={LENGTH // 2}",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={PASS_TOKENS}",
+            "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
+            f"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={PASS_TOKENS}",
+            "critic.use_dynamic_bsz=true",
+            f"critic.ppo_max_token_len_per_gpu={PASS_TOKENS}",
+            "reward_model.use_dynamic_bsz=true",
+            "trainer.n_gpus_per_node=1",
+        ],
+    ).config
+
+
+def work_of(role: Role, config: Config) -> Callable[[], object]:
+    """The role is made; what takes most of it is to be called."""
+    data = batch(SEQUENCES, LENGTH)
+    if role is Role.Actor:
+        actor = Actor(config, 2)
+        return lambda: actor.update_actor(data)
+    if role is Role.Critic:
+        critic = Critic(config, 2)
+        return lambda: critic.update_critic(data)
+    if role is Role.RefPolicy:
+        reference = Reference(config)
+        return lambda: reference.compute_ref_log_prob(data)
+    if role is Role.RewardModel:
+        reward_model = RewardModel(config, 0)
+        return lambda: reward_model.compute_scores(data)
+    rollout, ids = Rollout(config, [], 0), data.batch["input_ids"][:, : LENGTH // 2].tolist()
+    columns = {"raw_prompt_ids": ids, "uid": list(range(SEQUENCES)), "sample_index": [0] * SEQUENCES}
+    prompts = DataProto.from_dict(non_tensors=columns)
+    return lambda: rollout.generate_sequences(prompts)
+
+
+@pytest.mark.parametrize("role", [Role.Actor, Role.Critic, Role.RefPolicy, Role.Rollout, Role.RewardModel])
+def test_a_role_takes_what_the_plan_says(one_rank: None, four_layers: Config, role: Role) -> None:
+    (pool,) = estimate_memory(four_layers, build_plan(four_layers), None).pools.values()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with made_in(WorkerContext(role=role.value, device="cuda")):
+        work = work_of(role, four_layers)
+    work()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch._C._cuda_clearCublasWorkspaces()  # the process's, not the role's
+    left = torch.cuda.memory_allocated() - before
+    planned = pool.roles[role]
+    print(
+        f"{role.value}: at work {peak / GIB:.2f} GiB, planned {planned.working / GIB:.2f}; "
+        f"at rest {left / GIB:.2f}, planned {planned.idle / GIB:.2f}"
+    )
+    assert planned.working == pytest.approx(peak, rel=0.15)
+    assert planned.idle == pytest.approx(left, rel=0.15)

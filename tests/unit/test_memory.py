@@ -24,11 +24,11 @@ from rolepool.placement.memory import (
     combine,
     estimate_memory,
     gathered_bytes,
+    kept_activation_bytes,
     layer_activation_bytes,
     rollout_role,
     scoring_role,
     trained_role,
-    training_activation_bytes,
 )
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 
@@ -151,47 +151,98 @@ def test_experts_of_their_own_width_are_counted_with_it(tmp_path: Path) -> None:
 # Formulas by hand
 
 
+GATHERED = 2 * (1704 - 2 * 592 + 2 * 592)
+"""Of a tiny language model, in 16 bits: embedding, head and last norm, and two layers."""
+
+
+def trained(**changes: Any) -> RoleMemory:
+    settings: dict[str, Any] = {
+        "num_shards": 4,
+        "num_tokens": 10,
+        "num_logit_tokens": 5,
+        "packed": True,
+        "checkpointing": True,
+        "accumulates": True,
+        "param_offload": False,
+        "optimizer_offload": False,
+    }
+    return trained_role(1704, TINY, **{**settings, **changes})
+
+
 def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:
-    memory = trained_role(
-        1704,
-        TINY,
-        num_shards=4,
-        num_tokens=10,
-        num_logit_tokens=5,
-        packed=True,
-        checkpointing=True,
-        param_offload=False,
-        optimizer_offload=False,
-    )
-    assert gathered_bytes(TINY) == 2 * 2 * 592
-    assert layer_activation_bytes(TINY, packed=True) == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16)
+    memory = trained(num_tokens=1000)
+    assert gathered_bytes(1704, TINY) == GATHERED
+    assert layer_activation_bytes(TINY, packed=True) == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
     assert layer_activation_bytes(TINY, packed=False) == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
+    inputs, last_norm, gradients_of_layer = 2 * 2 * 8, (4 + 2 + 2) * 8, 2 * (2 * 8 + 16)
     assert memory == RoleMemory(
-        weights=4 * 1704 // 4 + 2368,
+        weights=4 * 1704 // 4 + GATHERED,
         gradients=1704,
         optimizer=2 * 1704,
-        activations=10 * (2 * 2 * 8 + 208),
-        logits=5 * 32 * (2 + 2) + 256 * (4 + 2),
+        activations=1000 * (inputs + last_norm + 208 + gradients_of_layer),
+        logits=2 * 256,
         idle=1704 + 2 * 1704,
-    )
-    assert memory.working == (1704 + 2368) + 1704 + 3408 + 2400 + 2176
+    ), "the last layer's backward pass, with the head's gradient there"
+    assert memory.working == sum((1704 + GATHERED, 1704, 3408, 1000 * 368, 512))
+
+
+def test_an_update_takes_what_its_worst_moment_does() -> None:
+    many_logits = trained(num_logit_tokens=100)
+    of_head = 100 * 32 * (2 + 2) + 256 * 4 + 100 * 8 * (2 + 2)
+    assert (many_logits.activations, many_logits.logits) == (10 * (2 * 2 * 8 + 64), of_head)
+    few_tokens = trained(num_tokens=1, num_logit_tokens=0, num_shards=1)
+    of_embedding = 4 * (1704 - 2 * 592)
+    assert (few_tokens.weights, few_tokens.activations) == (4 * 1704, 0)
+    assert few_tokens.gradients == 4 * 1704 + 2 * of_embedding, "one on its way to the sum, one for all passes"
+
+
+def test_gradients_of_earlier_passes_count_where_there_are_several() -> None:
+    assert trained(num_tokens=1000, accumulates=True).gradients == 1704
+    assert trained(num_tokens=1000, accumulates=False, checkpointing=False).gradients == 0, "not yet there at the peak"
+    first_layer = trained(num_tokens=40, accumulates=False, num_shards=1, num_logit_tokens=0)
+    assert first_layer.gradients == 4 * 2 * 592, "of all layers, when the backward pass has come to the first"
+    assert first_layer.activations == 40 * (208 + 64)
+
+
+def test_a_mini_batch_that_one_pass_holds_is_not_accumulated() -> None:
+    keys = "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_mini_batch_size=64"
+    limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    without = "actor_rollout_ref.model.enable_gradient_checkpointing=false trainer.n_gpus_per_node=1"
+    one, more, two = (of_role(Role.Actor, f"{QWEN} {keys} {without} {limit}={rows * 1024}") for rows in (64, 128, 32))
+    assert one == more, "there are no more tokens than the mini-batch's"
+    assert (one.gradients, two.gradients) == (0, 4 * 494_032_768)
+    assert one.activations == 2 * two.activations
 
 
 def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
-    memory = scoring_role(1456, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, packed=True, param_offload=False)
-    assert memory == RoleMemory(weights=1456 + 2368, activations=10 * 208, idle=1456)
+    memory = scoring_role(1704, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, param_offload=False)
+    assert memory == RoleMemory(weights=1704 + GATHERED, activations=10 * 2 * (2 * 8 + 3 * 16), idle=1704)
+    with_logits = scoring_role(1704, TINY, num_shards=2, num_tokens=10, num_logit_tokens=20, param_offload=False)
+    assert (with_logits.activations, with_logits.logits) == (2 * (10 + 20) * 8, 2 * 20 * 32), "after the layers"
 
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
-    memory = rollout_role(TINY, tensor_parallel=2, num_sequences=3, sequence_tokens=10, budget=None, free_cache=True)
+    memory = rollout_role(
+        TINY, tensor_parallel=2, num_sequences=3, sequence_tokens=10, prefill_tokens=6, budget=None, free_cache=True
+    )
     weights = 2 * (520 + 1184 // 2)  # embedding, head and last norm whole, half of the layers
-    assert memory == RoleMemory(weights=weights, kv_cache=3 * 10 * 32, logits=3 * 32 * 4, idle=weights)
+    logits = 3 * 32 * 2
+    prefill = 6 * 2 * (2 * 8 + (2 * 8 + 2 * 4 + 4 * 16) // 2)
+    assert memory == RoleMemory(
+        weights=weights, kv_cache=3 * 10 * 32, activations=prefill, logits=logits, idle=weights + logits
+    )
 
 
 def test_the_cache_takes_what_the_budget_leaves_and_at_least_one_sequence() -> None:
     def cache(budget: int) -> int:
         return rollout_role(
-            TINY, tensor_parallel=1, num_sequences=10, sequence_tokens=10, budget=budget, free_cache=True
+            TINY,
+            tensor_parallel=1,
+            num_sequences=10,
+            sequence_tokens=10,
+            prefill_tokens=6,
+            budget=budget,
+            free_cache=True,
         ).kv_cache
 
     weights = 2 * 1704
@@ -230,8 +281,8 @@ def test_a_sharding_group_smaller_than_the_pool_holds_more() -> None:
 def test_a_role_is_sharded_over_its_own_pool() -> None:
     split = f"{DEEPSEEK} placement.strategy=split placement.split.actor_gpus_per_node=6"
     params = read_shape(str(ROOT / "recipes/shapes/deepseek-llm-7b-chat"))
-    assert of_role(Role.Actor, split).gradients == 4 * params.num_params // 6
-    assert of_role(Role.Critic, split).gradients == 4 * params.num_scalar_head_params // 2
+    assert of_role(Role.Actor, split).optimizer == 8 * params.num_params // 6
+    assert of_role(Role.Critic, split).optimizer == 8 * params.num_scalar_head_params // 2
 
 
 @pytest.mark.parametrize(
@@ -254,9 +305,8 @@ def test_an_offloaded_reference_takes_nothing_while_it_rests() -> None:
 
 
 def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> None:
-    one_layer = layer_activation_bytes(TINY, packed=True)
-    assert training_activation_bytes(TINY, 7, packed=True, checkpointing=False) == 7 * 2 * one_layer
-    assert training_activation_bytes(TINY, 7, packed=True, checkpointing=True) == 7 * (2 * 2 * 8 + one_layer)
+    assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=False) == 7 * (2 * 208 + 64)
+    assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=True) == 7 * (2 * 2 * 8 + 64)
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert of_role(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * of_role(Role.Actor, DEEPSEEK).activations
 
@@ -265,11 +315,12 @@ def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     one, four = of_role(Role.Actor, f"{DEEPSEEK} {key}=1"), of_role(Role.Actor, f"{DEEPSEEK} {key}=4")
     eight = of_role(Role.Actor, f"{DEEPSEEK} {key}=8")
-    of_head = 102400 * 4096 * (4 + 2)
+    of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
     assert four.activations == 4 * one.activations
     assert of_role(Role.Actor, DEEPSEEK) == one
-    assert (one.logits, four.logits) == (512 * 102400 * 4 + of_head, 4 * 512 * 102400 * 4 + of_head)
-    assert eight.logits == LOGITS_AT_ONCE * 4 + of_head
+    # As long as there are few, a piece of the head's gradient is larger than the logits' gradients.
+    assert (one.logits, four.logits) == (512 * of_token + 6 * of_head, 4 * 512 * of_token + 6 * of_head)
+    assert eight.logits == 2 * LOGITS_AT_ONCE + 6 * of_head + 8 * 512 * 4096 * (2 + 2)
 
 
 def test_dynamic_batches_are_counted_by_their_tokens() -> None:
@@ -320,9 +371,9 @@ def test_every_role_has_its_own_model() -> None:
         f"reward_model.enable=true reward_model.model.path={ROOT}/recipes/shapes/qwen2.5-0.5b"
     )
     qwen = read_shape(f"{ROOT}/recipes/shapes/qwen2.5-0.5b")
-    assert of_role(Role.Critic, overrides).gradients == 4 * qwen.num_scalar_head_params // 8
+    assert of_role(Role.Critic, overrides).optimizer == 8 * qwen.num_scalar_head_params // 8
     assert of_role(Role.RewardModel, overrides).idle == 2 * qwen.num_scalar_head_params // 8
-    assert of_role(Role.Actor, overrides).gradients == 4 * 6_910_365_696 // 8
+    assert of_role(Role.Actor, overrides).optimizer == 8 * 6_910_365_696 // 8
 
 
 def test_entries_of_the_models_config_may_be_replaced() -> None:

@@ -78,6 +78,7 @@ class _Function(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[piece])
+            del grad_logits  # before the next are made
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 from torch.utils._triton import has_triton
 
@@ -31,7 +32,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the forward of each layer. What surrounds it, gathering weights and checkpointing, stays as it is."""
     for layer in layers:
-        layer.forward = compiled(layer.forward)
+        layer.forward = _of_known_head_size(compiled(layer.forward))
+
+
+def _of_known_head_size(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Tables of positions as wide as a head are all that tells its size; were it left open, kernels would divide by it
+    for every number they move."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for table in kwargs.get("position_embeddings") or ():
+            torch._dynamo.mark_static(table, table.dim() - 1)
+        return forward(*args, **kwargs)
+
+    return call if has_compiler() else forward
 
 
 @cache

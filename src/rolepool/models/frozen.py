@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from rolepool.models.sharding import shard
+from rolepool.models.sharding import free_gathered, shard
 
 
 class FrozenModel:
@@ -27,6 +27,7 @@ class FrozenModel:
             with torch.no_grad():
                 yield self.model
         finally:
+            free_gathered(self.model)
             self._leave_device()
 
     def _leave_device(self) -> None:

@@ -1,7 +1,7 @@
 """Weights spread over the ranks of a pool, with FSDP2.
 
-Owns which modules are sharded together, what of them is compiled, and reading whole weights back. On one CPU process
-there is nothing to spread, and the model is left as it is.
+Owns which modules are sharded together, what of them is compiled, and reading whole weights back. In a pool of one
+process there is nothing to spread, and models stay whole.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from torch.distributed.tensor import DTensor
 from rolepool.models.attention import is_packed
 from rolepool.models.compiling import compile_layers
 from rolepool.models.forward import TOKEN_SCORES
+from rolepool.models.precision import compute_in
 
 
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     """The model on its device, sharded over `fsdp_size` ranks (-1: all of the pool) and replicated over the rest."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if device == "cpu" and world_size == 1:
-        return model
+    layers = list(decoder_layers(model))
+    own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
+    if device == "cuda" and world_size == 1:
+        compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
+    if device == "cuda" and is_packed(model):
+        compile_layers(layers)
+    if world_size == 1:
+        return model.to(device)
     size = num_shards(fsdp_size, world_size)
     if size == world_size:
         mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
@@ -33,19 +40,17 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if device == "cuda" and is_packed(model):
-        compile_layers(decoder_layers(model))
     # Layers go to the device one by one as they are sharded: the whole model never has to fit there.
     # It warns of in-place changes to what a model returns when that is a view; nothing here makes any.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for module in (*decoder_layers(model), model):
+    for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         # The ranks' losses are shares to be added, and so are gradients: averaging and scaling back would round them.
         # As plain sums, for gloo has no others.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    if hasattr(model, TOKEN_SCORES):
-        register_fsdp_forward_method(model, TOKEN_SCORES)
+    for name in own_methods:
+        register_fsdp_forward_method(model, name)
     return model
 
 
@@ -58,6 +63,13 @@ def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
     """The repeated blocks of a transformer: the longest list of modules in it."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=nn.ModuleList())
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Let go of the embedding, head and last norm that were put together for a pass. Without a backward pass they would
+    stay, for the next."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def add_up_replicas(model: nn.Module, now: bool) -> None:

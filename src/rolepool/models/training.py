@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rolepool.config.model_keys import Fsdp, Optim
 from rolepool.errors import RolepoolError
-from rolepool.models.sharding import add_up_replicas, clip_gradients, shard
+from rolepool.models.sharding import add_up_replicas, clip_gradients, free_gathered, shard
 from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
@@ -124,6 +124,7 @@ class TrainedModel:
             self._failed = error if training else None
             raise
         finally:
+            free_gathered(self.model)
             self._leave_device()
 
     def _leave_device(self) -> None:

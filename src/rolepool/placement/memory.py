@@ -7,7 +7,7 @@ never stops a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolepool.config import Config
 from rolepool.placement.checks import data_parallel_size
@@ -20,7 +20,8 @@ BF16, FP32 = 2, 4
 LOGITS_AT_ONCE = 2**28
 """Log-probs are computed from so many logits at a time: long enough rows for a GPU, small beside activations."""
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
-"""CUDA context, library workspaces, communication buffers and the allocator's unused remainders, per process."""
+"""Of a process, beside what torch has allocated: CUDA context, code, communication buffers, and what the allocator
+cannot use."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,45 @@ def trained_role(
     num_logit_tokens: int,
     packed: bool,
     checkpointing: bool,
+    accumulates: bool,
     param_offload: bool,
     optimizer_offload: bool,
 ) -> RoleMemory:
-    """fp32 weights, gradients and two Adam states, sharded; 16-bit compute, one layer gathered ahead.
+    """fp32 weights, gradients and two Adam states, sharded; 16-bit compute. What the worst moment of an update takes.
 
-    Of the logits that there are at a time also the gradients, and the gradient of the head, which is added up in fp32.
+    With `accumulates` a mini-batch has several passes, and gradients of earlier ones are there all the time.
     """
-    weights = FP32 * num_params // num_shards
-    optimizer = 2 * FP32 * num_params // num_shards
-    return RoleMemory(
-        weights=weights + gathered_bytes(shape),
-        gradients=FP32 * num_params // num_shards,
+    weights, optimizer = FP32 * num_params // num_shards, 2 * FP32 * num_params // num_shards
+    gradients, before = weights, weights if accumulates else 0
+    outside = outside_params(num_params, shape)
+    at_rest = RoleMemory(
+        weights=weights,
         optimizer=optimizer,
-        activations=training_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing),
-        logits=2 * logit_bytes(shape, num_logit_tokens)
-        + ((FP32 + BF16) * shape.embedding_params if num_logit_tokens else 0),
         idle=(0 if param_offload else weights) + (0 if optimizer_offload else optimizer),
     )
+    in_pass = replace(at_rest, weights=weights + gathered_bytes(num_params, shape))
+    kept = kept_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing)
+    one_layer = num_tokens * layer_activation_bytes(shape, packed=packed)
+    layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + mlp_width(shape))
+    head_gradient = BF16 * shape.embedding_params if num_logit_tokens else 0
+    moments = (
+        replace(in_pass, gradients=before, activations=kept, logits=head_training_bytes(shape, num_logit_tokens)),
+        replace(  # the last layer's backward pass, the first to come
+            in_pass,
+            gradients=before,
+            activations=kept + layer_gradients + (one_layer if checkpointing else 0),
+            logits=head_gradient,
+        ),
+        replace(  # the first layer's
+            in_pass,
+            gradients=max(before, gradients - FP32 * outside // num_shards),
+            activations=one_layer + layer_gradients,
+            logits=head_gradient,
+        ),
+        # The embedding's gradient: whole and in fp32, on its way to the sum over ranks and to that of passes.
+        replace(at_rest, gradients=gradients + FP32 * outside + (FP32 * outside // num_shards if accumulates else 0)),
+    )
+    return max(moments, key=lambda moment: moment.working)
 
 
 def scoring_role(
@@ -121,17 +143,18 @@ def scoring_role(
     num_shards: int,
     num_tokens: int,
     num_logit_tokens: int,
-    packed: bool,
     param_offload: bool,
 ) -> RoleMemory:
-    """16-bit weights, sharded; a forward pass only."""
+    """16-bit weights, sharded; a forward pass, which takes most in the MLP of a layer, or at the logits after all."""
     weights = BF16 * num_params // num_shards
-    return RoleMemory(
-        weights=weights + gathered_bytes(shape),
-        activations=num_tokens * layer_activation_bytes(shape, packed=packed),
-        logits=logit_bytes(shape, num_logit_tokens),
-        idle=0 if param_offload else weights,
+    in_pass = RoleMemory(weights=weights + gathered_bytes(num_params, shape), idle=0 if param_offload else weights)
+    in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * mlp_width(shape))
+    after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
+    moments = (
+        replace(in_pass, activations=in_mlp),
+        replace(in_pass, activations=after, logits=logit_bytes(shape, num_logit_tokens)),
     )
+    return max(moments, key=lambda moment: moment.working)
 
 
 def rollout_role(
@@ -140,24 +163,43 @@ def rollout_role(
     tensor_parallel: int,
     num_sequences: int,
     sequence_tokens: int,
+    prefill_tokens: int,
     budget: int | None,
     free_cache: bool,
 ) -> RoleMemory:
     """16-bit weights and a KV cache for all sequences at once, or what the budget leaves. Tensor parallelism cuts the
-    layers and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one."""
+    layers and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one.
+
+    Prefill takes most, in an MLP, or else the logits of the first tokens. Those of later ones stay with the CUDA graph
+    of the step.
+    """
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // tensor_parallel)
     one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(tensor_parallel, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
     if budget is not None:
         kv_cache = min(kv_cache, max(one_sequence, budget - weights))
-    logits = num_sequences * shape.vocab_size * FP32
-    return RoleMemory(weights=weights, kv_cache=kv_cache, logits=logits, idle=weights + (0 if free_cache else kv_cache))
+    logits = BF16 * num_sequences * shape.vocab_size
+    # The gated features of the layer before are still there when those of a layer are made.
+    cut = attention_width(shape) + 4 * mlp_width(shape)
+    prefill = BF16 * prefill_tokens * (2 * shape.hidden_size + cut // tensor_parallel)
+    return RoleMemory(
+        weights=weights,
+        kv_cache=kv_cache,
+        activations=max(prefill, logits),
+        logits=logits,
+        idle=weights + logits + (0 if free_cache else kv_cache),
+    )
 
 
-def gathered_bytes(shape: ModelShape) -> int:
-    """Two layers gathered in 16 bits (the one at work and the next), or the embedding where that is larger."""
-    return BF16 * max(2 * shape.layer_params, shape.embedding_params)
+def outside_params(num_params: int, shape: ModelShape) -> int:
+    """Parameters that are in no layer: embedding, last norm and head, which are gathered together."""
+    return num_params - shape.num_layers * shape.layer_params
+
+
+def gathered_bytes(num_params: int, shape: ModelShape) -> int:
+    """In 16 bits: what is in no layer, for the whole pass, and two layers, the one at work and the next."""
+    return BF16 * (outside_params(num_params, shape) + 2 * shape.layer_params)
 
 
 def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
@@ -165,23 +207,41 @@ def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
     return BF16 * min(num_logit_tokens * shape.vocab_size, LOGITS_AT_ONCE)
 
 
+def head_training_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
+    """At the head's backward pass: its gradient, added up in fp32; and logits with their gradients, or these and the
+    piece of the head's gradient that comes from them. Also hidden states before logits, and their gradients."""
+    if not num_logit_tokens:
+        return 0
+    logits = logit_bytes(shape, num_logit_tokens)
+    hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
+    return FP32 * shape.embedding_params + logits + max(logits, BF16 * shape.embedding_params) + hidden
+
+
+def attention_width(shape: ModelShape) -> int:
+    """Numbers of one token that attention reads and gives: queries, keys, values and outputs."""
+    return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+
+
+def mlp_width(shape: ModelShape) -> int:
+    return shape.intermediate_size * shape.num_active_experts
+
+
 def layer_activation_bytes(shape: ModelShape, *, packed: bool) -> int:
     """What one layer keeps of one token for its backward pass, in 16 bits: the inputs of norms, projections and MLP.
 
     Layers of packed passes are compiled, and make some of it again; in others norms keep their inputs in fp32, too.
     """
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    mlp = shape.intermediate_size * shape.num_active_experts
     num_hidden, num_mlp = (4, 3) if packed else (8, 4)
-    return BF16 * (num_hidden * shape.hidden_size + 2 * q + 2 * kv + num_mlp * mlp)
+    return BF16 * (num_hidden * shape.hidden_size + attention_width(shape) + num_mlp * mlp_width(shape))
 
 
-def training_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, checkpointing: bool) -> int:
-    """Every layer's activations; with checkpointing every layer's input and one layer's activations."""
-    one_layer = layer_activation_bytes(shape, packed=packed)
-    if not checkpointing:
-        return num_tokens * shape.num_layers * one_layer
-    return num_tokens * (shape.num_layers * BF16 * shape.hidden_size + one_layer)
+def kept_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, checkpointing: bool) -> int:
+    """When the forward pass ends: every layer's activations, or with checkpointing its input; and the last norm's.
+
+    That one is not compiled: its input in fp32, and in 16 bits what it gives before and after its weights.
+    """
+    layer = BF16 * shape.hidden_size if checkpointing else layer_activation_bytes(shape, packed=packed)
+    return num_tokens * (shape.num_layers * layer + (FP32 + 2 * BF16) * shape.hidden_size)
 
 
 # From the config to the numbers that the formulas take
@@ -208,7 +268,9 @@ def _shapes(config: Config, plan: Plan) -> tuple[dict[Role, ModelShape], dict[Ro
 
 def _actor(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     keys, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    tokens = _tokens(config, keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
+    in_mini_batch = _mini_batch_tokens(config, plan, Role.Actor, keys.ppo_mini_batch_size)
+    limits = (keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
+    tokens = _tokens(config, in_mini_batch, *limits)
     return trained_role(
         shape.num_params,
         shape,
@@ -217,6 +279,7 @@ def _actor(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> 
         num_logit_tokens=_response_tokens(config, tokens),
         packed=model.use_remove_padding,
         checkpointing=model.enable_gradient_checkpointing,
+        accumulates=tokens < in_mini_batch,
         param_offload=keys.fsdp_config.param_offload,
         optimizer_offload=keys.fsdp_config.optimizer_offload,
     )
@@ -224,16 +287,18 @@ def _actor(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> 
 
 def _critic(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     keys, fsdp = config.critic, config.critic.model.fsdp_config
+    in_mini_batch = _mini_batch_tokens(config, plan, Role.Critic, keys.ppo_mini_batch_size)
+    limits = (keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
+    tokens = _tokens(config, in_mini_batch, *limits)
     return trained_role(
         shape.num_scalar_head_params,
         shape,
         num_shards=_num_shards(fsdp.fsdp_size, plan.pool_of(Role.Critic).world_size),
-        num_tokens=_tokens(
-            config, keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu
-        ),
+        num_tokens=tokens,
         num_logit_tokens=0,
         packed=keys.model.use_remove_padding,
         checkpointing=keys.model.enable_gradient_checkpointing,
+        accumulates=tokens < in_mini_batch,
         param_offload=fsdp.param_offload,
         optimizer_offload=fsdp.optimizer_offload,
     )
@@ -241,19 +306,19 @@ def _critic(shape: ModelShape, config: Config, plan: Plan, limit: int | None) ->
 
 def _reference(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     keys = config.actor_rollout_ref.ref
-    tokens = _tokens(
-        config,
+    in_batch = _rows(config, plan, Role.RefPolicy) * _sequence_tokens(config)
+    limits = (
         keys.log_prob_use_dynamic_bsz,
         keys.log_prob_max_token_len_per_gpu,
         keys.log_prob_micro_batch_size_per_gpu,
     )
+    tokens = _tokens(config, in_batch, *limits)
     return scoring_role(
         shape.num_params,
         shape,
         num_shards=plan.pool_of(Role.RefPolicy).world_size,
         num_tokens=tokens,
         num_logit_tokens=_response_tokens(config, tokens),
-        packed=config.actor_rollout_ref.model.use_remove_padding,
         param_offload=keys.fsdp_config.param_offload,
     )
 
@@ -266,21 +331,23 @@ def _reward_model(shape: ModelShape, config: Config, plan: Plan, limit: int | No
         shape.num_scalar_head_params,
         shape,
         num_shards=plan.pool_of(Role.RewardModel).world_size,
-        num_tokens=tokens or (keys.micro_batch_size_per_gpu or 1) * sequence,
+        num_tokens=min(
+            _rows(config, plan, Role.RewardModel) * sequence, tokens or (keys.micro_batch_size_per_gpu or 1) * sequence
+        ),
         num_logit_tokens=0,
-        packed=False,
         param_offload=False,
     )
 
 
 def _rollout(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     keys = config.actor_rollout_ref.rollout
-    rows = -(-config.data.train_batch_size * keys.n // data_parallel_size(config, plan, Role.Rollout))
+    rows = min(_rows(config, plan, Role.Rollout), keys.max_num_seqs)
     return rollout_role(
         shape,
         tensor_parallel=keys.tensor_model_parallel_size,
-        num_sequences=min(rows, keys.max_num_seqs),
+        num_sequences=rows,
         sequence_tokens=_sequence_tokens(config),
+        prefill_tokens=min(rows * config.data.max_prompt_length, keys.max_num_batched_tokens),
         budget=None if limit is None else int(limit * keys.gpu_memory_utilization),
         free_cache=keys.free_cache_engine,
     )
@@ -308,6 +375,18 @@ def _num_shards(fsdp_size: int, world_size: int) -> int:
     return world_size if fsdp_size == -1 else fsdp_size
 
 
-def _tokens(config: Config, dynamic: bool, token_limit: int, micro_batch_size: int | None) -> int:
+def _rows(config: Config, plan: Plan, role: Role) -> int:
+    """Sequences of a batch on one GPU, or of a group of tensor-parallel ones."""
+    num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    return -(-num_rows // data_parallel_size(config, plan, role))
+
+
+def _mini_batch_tokens(config: Config, plan: Plan, role: Role, mini_batch_size: int) -> int:
+    """Of one GPU."""
+    rows = -(-mini_batch_size * config.actor_rollout_ref.rollout.n // plan.pool_of(role).world_size)
+    return rows * _sequence_tokens(config)
+
+
+def _tokens(config: Config, there_are: int, dynamic: bool, token_limit: int, micro_batch_size: int | None) -> int:
     """Tokens of one pass. A null micro-batch size is chosen to fit; one sequence is the least it can be."""
-    return token_limit if dynamic else (micro_batch_size or 1) * _sequence_tokens(config)
+    return min(there_are, token_limit if dynamic else (micro_batch_size or 1) * _sequence_tokens(config))

@@ -15,7 +15,7 @@ from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.sharding import max_over_ranks
-from rolepool.placement.memory import gathered_bytes, scoring_role, trained_role
+from rolepool.placement.memory import scoring_role, trained_role
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.protocol.memory import free_bytes
 
@@ -42,40 +42,42 @@ class PassMemory:
     packed: bool
 
     def training(self, num_rows: int, width: int) -> int:
-        """Forward and backward; also the gradients, which are not there between updates."""
+        """Forward and backward, and gradients, which are not there between updates."""
         if self.shape is None:
             return 0
         taken = trained_role(
-            self.shape.num_params,
+            self._num_params(self.shape),
             self.shape,
             num_shards=self.num_shards,
             num_tokens=num_rows * width,
             num_logit_tokens=int(num_rows * width * self.logit_share),
             packed=self.packed,
             checkpointing=self.checkpointing,
+            accumulates=True,
             param_offload=False,
             optimizer_offload=False,
         )
-        return taken.gradients + taken.activations + taken.logits + self._of_any(self.shape, num_rows, width)
+        return taken.working - taken.idle + self._mask(num_rows, width)
 
     def scoring(self, num_rows: int, width: int) -> int:
         """Forward only."""
         if self.shape is None:
             return 0
         taken = scoring_role(
-            self.shape.num_params,
+            self._num_params(self.shape),
             self.shape,
             num_shards=self.num_shards,
             num_tokens=num_rows * width,
             num_logit_tokens=int(num_rows * width * self.logit_share),
-            packed=self.packed,
             param_offload=False,
         )
-        return taken.activations + taken.logits + self._of_any(self.shape, num_rows, width)
+        return taken.working - taken.idle + self._mask(num_rows, width)
 
-    def _of_any(self, shape: ModelShape, num_rows: int, width: int) -> int:
-        """Gathered weights, and the mask of padded rows."""
-        return gathered_bytes(shape) + (0 if self.packed else MASK_BYTES * num_rows * width * width)
+    def _num_params(self, shape: ModelShape) -> int:
+        return shape.num_params if self.logit_share else shape.num_scalar_head_params
+
+    def _mask(self, num_rows: int, width: int) -> int:
+        return 0 if self.packed else MASK_BYTES * num_rows * width * width
 
 
 def response_share(config: Config) -> float:

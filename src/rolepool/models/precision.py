@@ -1,0 +1,51 @@
+"""Weights in fp32 and computing in 16 bits, for a model that is whole on one device.
+
+Owns the copies: each decoder layer makes those of its weights as it runs, so that there are never all, and gradients
+come back in fp32. What sharding does for models that are spread over ranks, without its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+Method = Callable[..., Any]
+
+
+def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]) -> None:
+    """Let the layers, and these methods of the model around them, compute with copies of the weights."""
+    if all(parameter.dtype == dtype for parameter in model.parameters()):
+        return
+    of_layers: set[nn.Parameter] = set()
+    for layer in layers:
+        of_layers.update(layer.parameters())
+        layer.forward = _with_copies(_Call(layer, layer.forward), {name for name, _ in layer.named_parameters()}, dtype)
+    around = {name for name, weight in model.named_parameters() if weight not in of_layers}
+    for name in methods:
+        setattr(model, name, _with_copies(_Call(model, getattr(model, name)), around, dtype))
+
+
+class _Call(nn.Module):
+    """A method of a module as the `forward` of another, with which its weights can be exchanged for a call."""
+
+    def __init__(self, module: nn.Module, method: Method) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(*args, **kwargs)
+
+
+def _with_copies(call: _Call, weights: Container[str], dtype: torch.dtype) -> Method:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        copies = {
+            f"module.{name}": weight.to(dtype) for name, weight in call.module.named_parameters() if name in weights
+        }
+        return functional_call(call, copies, args, kwargs)
+
+    return forward
