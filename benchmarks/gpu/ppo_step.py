@@ -12,8 +12,9 @@ own, under the profiler.
 
 Medians of the steps after the first two, which compile. A step is from the start of a generation to that of the next.
 GPU memory is the most that NVML saw of the whole GPU, 20 times a second, less what was in use when the script began;
-torch's is the most that it had allocated, in all processes together. `controller` is the part of a step in which no
-worker process runs an operation, from spans.jsonl.
+torch's is the most that it had allocated, in all processes together. Of a step of rolepool's, `controller` is the
+share in which no worker process runs an operation, and `fetch` the share in which they fetch what one was given, both
+from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
 
 Each part is a process of its own, and a failed one does not stop the others. About as long as on an H200: standard
 80 s, most of it compiling, split and mps 60 s each, trl 120 s, idle 70 s.
@@ -33,7 +34,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import pynvml
@@ -81,13 +82,25 @@ TINY = Work("qwen2-tiny", 16, 16, 16)
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Of a step of rolepool's."""
+
+    controller: float
+    """No worker process, helpers included, runs an operation."""
+    fetch: float
+    """Worker processes fetch what an operation was given, added up."""
+    kernels: float
+    """A kernel runs on the GPU, by NVML's utilization, once a second: coarse, but without a profiler."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """Of one part: seconds by what took them, `step` among them, and memory where it was seen."""
 
     seconds: dict[str, float]
     torch_gib: float
     gpu_gib: float | None
-    controller: float | None = None
+    shares: Shares | None = None
 
 
 @dataclass
@@ -205,7 +218,10 @@ def rolepool_words(work: Work, data: Path, *, tiny: bool) -> list[str]:
 
 def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path) -> bool:
     """With half the rows at a time, and again, as long as memory does not do."""
-    rows, rollout_rows = min(options.trl_rows, work.rows_per_mini_batch), min(options.trl_rollout_rows, work.num_prompts)
+    rows, rollout_rows = (
+        min(options.trl_rows, work.rows_per_mini_batch),
+        min(options.trl_rollout_rows, work.num_prompts),
+    )
     while True:
         command = [str(HERE / "ppo_step_trl.py"), str(data), str(run / "trl.json")]
         for name, value in (
@@ -245,22 +261,29 @@ def read_rolepool(folder: Path, gpu_gib: float | None) -> Measured:
         {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
         for row in rows
     ]
-    return Measured(medians(seconds), sum(peaks.values()), gpu_gib, controller_share(run))
+    return Measured(medians(seconds), sum(peaks.values()), gpu_gib, read_shares(run, rows))
 
 
-def controller_share(run: Run) -> float:
-    """Median over the counted steps of the share in which no worker process, helpers included, ran an operation."""
-    shares = []
+def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
+    controller, fetch = [], []
     for step, (start_s, end_s) in step_bounds(run.spans).items():
         if step <= WARM_STEPS:
             continue
-        at_work_s, filled_s = 0.0, start_s
-        for _, _, span in sorted(run.spans, key=lambda recorded: recorded.span.start_s):
-            if span.pool != DRIVER and span.end_s > filled_s and span.start_s < end_s:
+        at_work_s, fetch_s, filled_s = 0.0, 0.0, start_s
+        for of_step, _, span in sorted(run.spans, key=lambda recorded: recorded.span.start_s):
+            if span.pool == DRIVER:
+                continue
+            if of_step == step:
+                fetch_s += dict(span.parts).get("fetch", 0.0)
+            if span.end_s > filled_s and span.start_s < end_s:
                 at_work_s += min(span.end_s, end_s) - max(span.start_s, filled_s)
                 filled_s = min(span.end_s, end_s)
-        shares.append(1 - at_work_s / (end_s - start_s))
-    return statistics.median(shares)
+        controller.append(1 - at_work_s / (end_s - start_s))
+        fetch.append(fetch_s / (end_s - start_s))
+    used = [
+        value for row in rows for key, value in row.items() if key.endswith("/utilization") and RULE_POOL not in key
+    ]
+    return Shares(statistics.median(controller), statistics.median(fetch), statistics.mean(used) / 100 if used else 0.0)
 
 
 def read_trl(file: Path, gpu_gib: float | None) -> Measured:
@@ -275,7 +298,8 @@ def of(value: float | None, other: float | None, places: int = 2) -> str:
 
 def print_summary(results: dict[str, Measured], work: Work) -> None:
     trl = results.get("trl")
-    columns = ("step s", "samples/s", "x TRL's", "GPU GiB", "of TRL's", "torch GiB", "of TRL's", "controller")
+    columns = ("step s", "samples/s", "x TRL's", "GPU GiB", "of TRL's", "torch GiB", "of TRL's")
+    columns += ("controller", "fetch", "kernels")
     print(f"\n{'':10}" + "".join(f"{column:>11}" for column in columns))
     for name, one in results.items():
         step_s = one.seconds["step"]
@@ -287,7 +311,7 @@ def print_summary(results: dict[str, Measured], work: Work) -> None:
             of(one.gpu_gib, trl and trl.gpu_gib),
             f"{one.torch_gib:.1f}",
             of(one.torch_gib, trl and trl.torch_gib),
-            "-" if one.controller is None else f"{one.controller:.1%}",
+            *(("-",) * 3 if one.shares is None else (f"{share:.1%}" for share in astuple(one.shares))),
         )
         print(f"{name:10}" + "".join(f"{cell:>11}" for cell in cells))
     print(GOALS)
@@ -344,7 +368,7 @@ def main() -> int:
                 fine = run_process(part, [*program, f"trainer.default_local_dir={run}"], run, options.timeout_s)
         gpu_gib = peak[0] if peak else None
         failed = failed or not fine
-        if fine and part == "idle":
+        if part == "idle" and (run / "idle.txt").is_file():
             print((run / "idle.txt").read_text(encoding="utf-8"), flush=True)
         elif fine:
             results[part] = read_trl(run / "trl.json", gpu_gib) if part == "trl" else read_rolepool(run, gpu_gib)

@@ -55,6 +55,8 @@ class Clock(TrainerCallback):
 
     def __init__(self) -> None:
         self.marks: list[tuple[str, float]] = []
+        self.generated: tuple[int, ...] = ()
+        """Rows and tokens of the last rollouts, prompts included."""
 
     def mark(self, name: str) -> None:
         if torch.cuda.is_available():
@@ -74,6 +76,7 @@ class Clock(TrainerCallback):
             self.mark("generation")
             made = generate(*args, **kwargs)
             self.mark("scoring")
+            self.generated = tuple(made[0].shape)
             return made
 
         def marked_forward(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +159,7 @@ def main() -> None:
         f"trl {trl.__version__}, transformers {transformers.__version__}, weights {', '.join(dtypes)}, passes of "
         f"{min(args.per_device_train_batch_size, args.local_mini_batch_size)} rows, one optimizer step for "
         f"{'the batch' if args.gradient_accumulation_steps > 1 else 'each mini-batch'}, "
-        f"rollouts of {args.local_rollout_forward_batch_size}"
+        f"rollouts of {args.local_rollout_forward_batch_size}, {' x '.join(map(str, clock.generated))} tokens in all"
     )
     peak = 0 if options.cpu else torch.cuda.max_memory_allocated()
     result = {"setting": setting, "steps": clock.steps(), "torch_gib": peak / GIB}
