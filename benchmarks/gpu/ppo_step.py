@@ -16,8 +16,8 @@ torch's is the most that it had allocated, in all processes together. Of a step 
 share in which no worker process runs an operation, and `fetch` the share in which they fetch what one was given, both
 from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
 
-Each part is a process of its own, and a failed one does not stop the others. About as long as on an H200: standard
-80 s, most of it compiling, split and mps 60 s each, trl 120 s, idle 70 s.
+Each part is a process of its own, and a failed one does not stop the others. Expected on an H200: standard 80 s, most
+of it compiling, split and mps 60 s each, trl 120 s, idle 70 s, and 40 s for the model where it is not there yet.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -59,7 +60,7 @@ WARM_STEPS = 2
 SAMPLES_PER_S = 20
 SECONDS_TO_CLOSE = 60
 SECONDS_TO_SETTLE = 20
-LINES_OF_A_FAILURE = 15
+LINES_OF_A_FAILURE = 25
 GIB = 2**30
 
 
@@ -104,6 +105,14 @@ class Measured:
 
 
 @dataclass
+class Ended:
+    """How a process ended, and the most GPU memory while it ran."""
+
+    fine: bool = False
+    gpu_gib: float | None = None
+
+
+@dataclass
 class GpuMemory:
     """Of the whole GPU, as NVML sees it; None on a machine without one."""
 
@@ -122,28 +131,27 @@ class GpuMemory:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     @contextmanager
-    def peak_gib(self) -> Iterator[list[float]]:
-        """Watch while the block runs; what is handed in has the peak once it has ended."""
-        found: list[float] = []
+    def watch(self, ended: Ended) -> Iterator[None]:
+        """Note the peak while the block runs."""
         if self.before_bytes is None:
-            yield found
+            yield
             return
         self._settle(self.before_bytes)
-        peak, ended = self.before_bytes, threading.Event()
+        peak, stop = self.before_bytes, threading.Event()
 
-        def watch() -> None:
+        def look() -> None:
             nonlocal peak
-            while not ended.wait(1 / SAMPLES_PER_S):
+            while not stop.wait(1 / SAMPLES_PER_S):
                 peak = max(peak, self._used())
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=look, daemon=True)
         thread.start()
         try:
-            yield found
+            yield
         finally:
-            ended.set()
+            stop.set()
             thread.join()
-            found.append((peak - self.before_bytes) / GIB)
+            ended.gpu_gib = (peak - self.before_bytes) / GIB
 
     def _settle(self, before_bytes: int) -> None:
         """Processes of the part before may still be giving their memory back."""
@@ -163,35 +171,37 @@ def make_data(folder: Path, work: Work) -> None:
     subprocess.run([sys.executable, *script, *size], check=True)
 
 
-def run_process(name: str, command: Sequence[str], run: Path, timeout_s: float) -> bool:
+def run_process(name: str, command: Sequence[str], run: Path, timeout_s: float, gpu: GpuMemory) -> Ended:
     """A part in a process of its own. Says why, where it fails."""
+    ended = Ended()
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     log = run / "output.txt"
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     start_s = time.monotonic()
-    with log.open("w", encoding="utf-8") as output:
+    with log.open("w", encoding="utf-8") as output, gpu.watch(ended):
         process = subprocess.Popen(
             [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
         )
         try:
-            ended = f"ended with {process.wait(timeout_s)}"
+            how = f"ended with {process.wait(timeout_s)}"
         except subprocess.TimeoutExpired:
-            ended = f"was stopped after {timeout_s:.0f} s"
+            how = f"was stopped after {timeout_s:.0f} s"
             process.send_signal(signal.SIGINT)  # it closes its worker processes
             try:
                 process.wait(SECONDS_TO_CLOSE)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    if process.returncode == 0:
+    ended.fine = process.returncode == 0
+    if ended.fine:
         print(f"{name}: {time.monotonic() - start_s:.0f} s in all", flush=True)
-        return True
-    print(f"{name} {ended}; the end of {log}:")
+        return ended
+    print(f"{name} {how}; the end of {log}:")
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_OF_A_FAILURE:]:
         print(f"    {line}")
     sys.stdout.flush()
-    return False
+    return ended
 
 
 def rolepool_words(work: Work, data: Path, *, tiny: bool) -> list[str]:
@@ -216,7 +226,7 @@ def rolepool_words(work: Work, data: Path, *, tiny: bool) -> list[str]:
     return words
 
 
-def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path) -> bool:
+def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path, gpu: GpuMemory) -> Ended:
     """With half the rows at a time, and again, as long as memory does not do."""
     rows, rollout_rows = (
         min(options.trl_rows, work.rows_per_mini_batch),
@@ -233,10 +243,10 @@ def run_trl(options: argparse.Namespace, work: Work, data: Path, run: Path) -> b
             ("rollout-rows", rollout_rows),
         ):
             command += [f"--{name}", str(value)]
-        if run_process("trl", [*command, *(["--cpu"] if options.tiny else [])], run, options.timeout_s):
-            return True
-        if rows < 2 or "OutOfMemoryError" not in (run / "output.txt").read_text(encoding="utf-8", errors="replace"):
-            return False
+        ended = run_process("trl", [*command, *(["--cpu"] if options.tiny else [])], run, options.timeout_s, gpu)
+        log = (run / "output.txt").read_text(encoding="utf-8", errors="replace")
+        if ended.fine or rows < 2 or "OutOfMemoryError" not in log:
+            return ended
         rows, rollout_rows = rows // 2, rollout_rows // 2
         print(f"trl: again with {rows} rows a pass, {rollout_rows} in rollouts", flush=True)
 
@@ -286,31 +296,31 @@ def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
     return Shares(statistics.median(controller), statistics.median(fetch), statistics.mean(used) / 100 if used else 0.0)
 
 
-def read_trl(file: Path, gpu_gib: float | None) -> Measured:
-    found = json.loads(file.read_text(encoding="utf-8"))
+def read_trl(folder: Path, gpu_gib: float | None) -> Measured:
+    found = json.loads((folder / "trl.json").read_text(encoding="utf-8"))
     print(f"trl: {found['setting']}")
     return Measured(medians(found["steps"][WARM_STEPS:]), found["torch_gib"], gpu_gib)
 
 
-def of(value: float | None, other: float | None, places: int = 2) -> str:
-    return f"{value / other:.{places}f}" if value and other else "-"
+def of(value: float | None, other: float | None) -> str:
+    return f"{value / other:.2f}" if value and other else "-"
 
 
 def print_summary(results: dict[str, Measured], work: Work) -> None:
-    trl = results.get("trl")
-    columns = ("step s", "samples/s", "x TRL's", "GPU GiB", "of TRL's", "torch GiB", "of TRL's")
-    columns += ("controller", "fetch", "kernels")
+    trl = results.get("trl", Measured({"step": 0.0}, 0.0, None))
+    memory = ("GPU GiB", "of TRL's", "torch GiB", "of TRL's")
+    columns = ("step s", "samples/s", "x TRL's", *memory, "controller", "fetch", "kernels")
     print(f"\n{'':10}" + "".join(f"{column:>11}" for column in columns))
     for name, one in results.items():
         step_s = one.seconds["step"]
         cells = (
             f"{step_s:.3f}",
             f"{work.num_prompts / step_s:.1f}",
-            of(trl and trl.seconds["step"], step_s),
+            of(trl.seconds["step"], step_s),
             "-" if one.gpu_gib is None else f"{one.gpu_gib:.1f}",
-            of(one.gpu_gib, trl and trl.gpu_gib),
+            of(one.gpu_gib, trl.gpu_gib),
             f"{one.torch_gib:.1f}",
-            of(one.torch_gib, trl and trl.torch_gib),
+            of(one.torch_gib, trl.torch_gib),
             *(("-",) * 3 if one.shares is None else (f"{share:.1%}" for share in astuple(one.shares))),
         )
         print(f"{name:10}" + "".join(f"{cell:>11}" for cell in cells))
@@ -356,22 +366,25 @@ def main() -> int:
     failed = False
     for part in parts:
         run = options.runs.absolute() / part
-        with gpu.peak_gib() as peak:
-            if part == "trl":
-                fine = run_trl(options, work, data, run)
-            elif part == "idle":
-                program = [str(HERE / "ppo_step_profile.py"), *words, *PLACEMENTS["standard"]]
-                fine = run_process(part, [*program, f"trainer.default_local_dir={run}"], run, options.timeout_s)
-            else:
-                steps = f"trainer.total_training_steps={options.steps}"
-                program = ["-m", "rolepool", "train", *words, *PLACEMENTS[part], steps]
-                fine = run_process(part, [*program, f"trainer.default_local_dir={run}"], run, options.timeout_s)
-        gpu_gib = peak[0] if peak else None
-        failed = failed or not fine
-        if part == "idle" and (run / "idle.txt").is_file():
-            print((run / "idle.txt").read_text(encoding="utf-8"), flush=True)
-        elif fine:
-            results[part] = read_trl(run / "trl.json", gpu_gib) if part == "trl" else read_rolepool(run, gpu_gib)
+        if part == "trl":
+            ended = run_trl(options, work, data, run, gpu)
+        else:
+            steps = f"trainer.total_training_steps={options.steps}"
+            program = [str(HERE / "ppo_step_profile.py")] if part == "idle" else ["-m", "rolepool", "train", steps]
+            placement = PLACEMENTS["standard" if part == "idle" else part]
+            command = [*program, *words, *placement, f"trainer.default_local_dir={run}"]
+            ended = run_process(part, command, run, options.timeout_s, gpu)
+        failed = failed or not ended.fine
+        try:
+            if part == "idle":
+                report = run / "idle.txt"  # also there where only the second of its two profiles failed
+                print(report.read_text(encoding="utf-8") if report.is_file() else "", flush=True)
+            elif ended.fine:
+                read = read_trl if part == "trl" else read_rolepool
+                results[part] = read(run, ended.gpu_gib)
+        except Exception:
+            failed = True
+            traceback.print_exc()
     if results:
         print_summary(results, work)
         print_times(results)
