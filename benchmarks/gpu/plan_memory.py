@@ -22,11 +22,12 @@ import json
 import multiprocessing
 import sys
 import tempfile
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -299,11 +300,11 @@ def place_of(frames: list[dict[str, Any]]) -> str:
 # In the parent
 
 
-def run_apart(*args: Any) -> Measured | str:
+def run_apart(config: Config, vocab_size: int, device: str, snapshot: bool, role: Role) -> Measured | str:
     """A role's figures, or why there are none."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=measure_role, args=(*args, its))
+    process = context.Process(target=measure_role, args=(role, config, vocab_size, device, snapshot, its))
     process.start()
     its.close()
     try:
@@ -360,18 +361,16 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
         f"\n{name}: passes of {case.max_tokens} tokens, checkpointing {case.checkpointing}; figures in GiB; "
         f"the plan's overhead of a process {PROCESS_OVERHEAD_BYTES / GIB:.2f}"
     )
+    roles = [role for role in case.roles if role.value in options.roles]
     good = True
-    for role in case.roles:
-        if role.value not in options.roles:
-            continue
-        start_s = time.perf_counter()
-        measured = run_apart(role, config, content["vocab_size"], device, options.snapshot)
-        if isinstance(measured, str):
-            print(f"\n  {role.value}: failed\n{measured}", flush=True)
-            good = False
-            continue
-        good = show(role, pool.roles[role], measured, not options.tiny) and good
-        print(f"    took {time.perf_counter() - start_s:.0f} s", flush=True)
+    with ThreadPoolExecutor(options.at_once) as threads:
+        run = partial(run_apart, config, content["vocab_size"], device, options.snapshot)
+        for role, measured in zip(roles, threads.map(run, roles), strict=True):
+            if isinstance(measured, str):
+                print(f"\n  {role.value}: failed\n{measured}", flush=True)
+                good = False
+            else:
+                good = show(role, pool.roles[role], measured, not options.tiny) and good
     return good
 
 
@@ -381,6 +380,7 @@ def main() -> int:
     parser.add_argument("--roles", nargs="*", default=[role.value for role in ROLES], help="such as actor, rollout")
     parser.add_argument("--gpu-memory", type=float, default=140, help="GiB, as for `rolepool plan`")
     parser.add_argument("--snapshot", action="store_true", help="print what was alive at the peak of an operation")
+    parser.add_argument("--at-once", type=int, default=1, help="roles; the column `process` counts all of them")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
     good = True
