@@ -21,7 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
     return ROOT

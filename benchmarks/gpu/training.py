@@ -5,8 +5,9 @@
 
 Rows of many lengths go through the roles as a run would send them: 4 mini-batches, packed, passes of bounded tokens.
 The plain way: the same Hugging Face model, optimizer and precision, padded rows, all logits in fp32, nothing compiled.
-Both with random weights. Shares count 6 (updates) or 2 (scoring) x parameters x real tokens, and causal attention,
-and are of what an 8192-cubed bf16 product reaches in the same run. Medians of --repeats after a first that warms up.
+Both with random weights; gradients of both are compared with those of an fp32 model. Shares count 6 (updates) or 2
+(scoring) x parameters x real tokens, and causal attention, and are of what an 8192-cubed bf16 product reaches in the
+same run. Medians of --repeats after a first that warms up.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla, compute_value_loss
@@ -163,13 +165,12 @@ def measure_actor(setting: Setting, results: Results) -> None:
         actor = Actor(setting.config, 10)
     data = setting.data
 
-    def score() -> None:
-        data.batch["old_log_probs"] = actor.compute_log_prob(data).batch["old_log_probs"]
-
-    results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(setting, score)
+    results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(
+        setting, lambda: actor.compute_log_prob(data)
+    )
     keep_first_gradients(actor.trained, results.gradients.setdefault("rolepool", {}))
     results.times.setdefault("update_actor", {})["rolepool"] = measure(setting, lambda: actor.update_actor(data))
-    show_profile(setting, "compute_log_prob", score)
+    show_profile(setting, "compute_log_prob", lambda: actor.compute_log_prob(data))
     show_profile(setting, "update_actor", lambda: actor.update_actor(data))
 
 
@@ -203,15 +204,30 @@ def plain_model(setting: Setting, *, is_critic: bool) -> TrainedModel:
     )
 
 
-def plain_output(trained: TrainedModel, batch: dict[str, Tensor]) -> Tensor:
+def plain_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     names = ("input_ids", "attention_mask", "position_ids")
-    logits: Tensor = trained.model(**{name: batch[name] for name in names}, use_cache=False).logits.float()
+    logits: Tensor = model(**{name: batch[name] for name in names}, use_cache=False).logits.float()
     return logits[:, -batch["responses"].shape[1] - 1 : -1]
 
 
-def plain_log_probs(trained: TrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    log_p = torch.log_softmax(plain_output(trained, batch), dim=-1)
+def plain_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    log_p = torch.log_softmax(plain_output(model, batch), dim=-1)
     return log_p.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+
+
+def plain_policy_loss(setting: Setting, model: nn.Module, batch: dict[str, Tensor], counts: LossCounts) -> Tensor:
+    keys = setting.config.actor_rollout_ref.actor
+    return compute_policy_loss_vanilla(
+        batch["old_log_probs"],
+        plain_log_probs(model, batch),
+        batch["advantages"],
+        batch["response_mask"],
+        keys.loss_agg_mode,
+        clip_ratio_low=keys.clip_ratio_low,
+        clip_ratio_high=keys.clip_ratio_high,
+        clip_ratio_c=keys.clip_ratio_c,
+        counts=counts,
+    )[0]
 
 
 def plain_update(
@@ -232,37 +248,42 @@ def plain_update(
 
 
 def plain_score(
-    setting: Setting, trained: TrainedModel, score: Callable[[TrainedModel, dict[str, Tensor]], Tensor]
-) -> None:
+    setting: Setting, model: nn.Module, score: Callable[[nn.Module, dict[str, Tensor]], Tensor], rows_per_pass: int
+) -> Tensor:
+    scores = []
     with torch.no_grad():
-        for rows in by_rows(len(setting.data), setting.rows_per_padded_pass):
+        for rows in by_rows(len(setting.data), rows_per_pass):
             batch = {key: value[rows].to(setting.device) for key, value in setting.data.batch.items()}
-            score(trained, batch).cpu()
+            scores.append(score(model, batch).cpu())
+    return torch.cat(scores)
+
+
+def measure_exact(setting: Setting, results: Results) -> None:
+    """Nothing is timed: log-probs that all start from, and gradients, as they are without the noise of 16 bits."""
+    model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
+    model.to(setting.device)
+    rows_per_pass = max(1, setting.rows_per_padded_pass // 4)
+    setting.data.batch["old_log_probs"] = plain_score(setting, model, plain_log_probs, rows_per_pass)
+    size = len(setting.data) // MINI_BATCHES
+    counts = LossCounts.of(setting.data.batch["response_mask"][:size])
+    for rows in by_rows(size, rows_per_pass):
+        batch = {key: value[rows].to(setting.device) for key, value in setting.data.batch.items()}
+        plain_policy_loss(setting, model, batch, counts).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), setting.config.actor_rollout_ref.actor.grad_clip)
+    results.gradients["exact"] = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
 
 
 def measure_plain_actor(setting: Setting, results: Results) -> None:
-    trained, keys = plain_model(setting, is_critic=False), setting.config.actor_rollout_ref.actor
+    trained = plain_model(setting, is_critic=False)
     keep_first_gradients(trained, results.gradients.setdefault("plain", {}))
-
-    def loss(batch: dict[str, Tensor], counts: LossCounts) -> Tensor:
-        return compute_policy_loss_vanilla(
-            batch["old_log_probs"],
-            plain_log_probs(trained, batch),
-            batch["advantages"],
-            batch["response_mask"],
-            keys.loss_agg_mode,
-            clip_ratio_low=keys.clip_ratio_low,
-            clip_ratio_high=keys.clip_ratio_high,
-            clip_ratio_c=keys.clip_ratio_c,
-            counts=counts,
-        )[0]
+    loss = partial(plain_policy_loss, setting, trained.model)
 
     results.times.setdefault("update_actor", {})["plain"] = measure(
         setting, lambda: plain_update(setting, trained, loss)
     )
     trained.model.eval()
     results.times.setdefault("compute_log_prob", {})["plain"] = measure(
-        setting, lambda: plain_score(setting, trained, plain_log_probs)
+        setting, lambda: plain_score(setting, trained.model, plain_log_probs, setting.rows_per_padded_pass)
     )
 
 
@@ -270,7 +291,7 @@ def measure_plain_critic(setting: Setting, results: Results) -> None:
     trained, keys = plain_model(setting, is_critic=True), setting.config.critic
 
     def loss(batch: dict[str, Tensor], counts: LossCounts) -> Tensor:
-        values, mask = plain_output(trained, batch)[..., 0], batch["response_mask"]
+        values, mask = plain_output(trained.model, batch)[..., 0], batch["response_mask"]
         of_batch = (batch["returns"], batch["values"], mask)
         return compute_value_loss(values, *of_batch, keys.cliprange_value, keys.loss_agg_mode, counts=counts)[0]
 
@@ -279,7 +300,7 @@ def measure_plain_critic(setting: Setting, results: Results) -> None:
     )
     trained.model.eval()
     results.times.setdefault("compute_values", {})["plain"] = measure(
-        setting, lambda: plain_score(setting, trained, plain_output)
+        setting, lambda: plain_score(setting, trained.model, plain_output, setting.rows_per_padded_pass)
     )
 
 
@@ -316,9 +337,12 @@ def show(setting: Setting, results: Results, rate: float) -> None:
             f"{plain.peak_bytes / ours.peak_bytes:.2f}" if ours.peak_bytes else "-",
         )
         print(f"{name:17}" + "".join(f"{cell:>10}" for cell in cells))
-    if results.gradients.get("rolepool") and results.gradients.get("plain"):
-        difference = relative_difference(results.gradients["rolepool"], results.gradients["plain"])
-        print(f"gradients of the first mini-batch: relative difference {difference:.5f}")
+    exact = results.gradients.pop("exact", {})
+    for side, found in results.gradients.items():
+        if found and exact:
+            print(
+                f"gradients of the first mini-batch, {side} against fp32: {relative_difference(found, exact):.2%} off"
+            )
 
 
 def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
@@ -376,6 +400,7 @@ def main() -> int:
         setting = make_setting(options, Path(folder) / "model")
         rate, results = matmul_rate(setting.device), Results()
         steps: list[Callable[[Setting, Results], Any]] = [
+            measure_exact,
             measure_actor,
             measure_plain_actor,
             measure_critic,

@@ -104,6 +104,7 @@ def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank
             "actor_rollout_ref.actor.optim.lr=1e-3",
         ]
         config = load_config([], words).config
+        gc.collect()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         data = batch()

@@ -104,7 +104,7 @@ def gradients_of_update(kind: type[Any], folder: Path, data: DataProto, *words: 
 
     def look(*_: object) -> None:
         for name, parameter in made.trained.model.named_parameters():
-            seen[name] = parameter.grad.full_tensor().clone()
+            seen[name] = parameter.grad.clone()
 
     made.trained.optimizer.register_step_pre_hook(look)
     update = made.update_actor if kind is Actor else made.update_critic

@@ -188,12 +188,19 @@ def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits
 
 def test_an_update_takes_what_its_worst_moment_does() -> None:
     many_logits = trained(num_logit_tokens=100)
-    of_head = 100 * 32 * (2 + 2) + 256 * 4 + 100 * 8 * (2 + 2)
+    of_head = 100 * 32 * 2 + 256 * 4 + 100 * 8 * (2 + 2)
     assert (many_logits.activations, many_logits.logits) == (10 * (2 * 2 * 8 + 64), of_head)
     few_tokens = trained(num_tokens=1, num_logit_tokens=0, num_shards=1)
     of_embedding = 4 * (1704 - 2 * 592)
     assert (few_tokens.weights, few_tokens.activations) == (4 * 1704, 0)
     assert few_tokens.gradients == 4 * 1704 + 2 * of_embedding, "one on its way to the sum, one for all passes"
+
+
+def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
+    kept, made_again = (trained(num_tokens=1000, num_shards=1, checkpointing=again) for again in (False, True))
+    assert (kept.weights, made_again.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
+    frozen = scoring_role(1704, TINY, num_shards=1, num_tokens=10, num_logit_tokens=0, param_offload=False)
+    assert frozen.weights == frozen.idle == 2 * 1704
 
 
 def test_gradients_of_earlier_passes_count_where_there_are_several() -> None:
@@ -318,9 +325,8 @@ def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_
     of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
     assert four.activations == 4 * one.activations
     assert of_role(Role.Actor, DEEPSEEK) == one
-    # As long as there are few, a piece of the head's gradient is larger than the logits' gradients.
-    assert (one.logits, four.logits) == (512 * of_token + 6 * of_head, 4 * 512 * of_token + 6 * of_head)
-    assert eight.logits == 2 * LOGITS_AT_ONCE + 6 * of_head + 8 * 512 * 4096 * (2 + 2)
+    assert (one.logits, four.logits) == (512 * of_token + 4 * of_head, 4 * 512 * of_token + 4 * of_head)
+    assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 4096 * (2 + 2)
 
 
 def test_dynamic_batches_are_counted_by_their_tokens() -> None:

@@ -101,6 +101,7 @@ def trained_role(
 ) -> RoleMemory:
     """fp32 weights, gradients and two Adam states, sharded; 16-bit compute. What the worst moment of an update takes.
 
+    Layers that are sharded are gathered anew for their backward pass; on one GPU each keeps its 16-bit copy for it.
     With `accumulates` a mini-batch has several passes, and gradients of earlier ones are there all the time.
     """
     weights, optimizer = FP32 * num_params // num_shards, 2 * FP32 * num_params // num_shards
@@ -111,7 +112,9 @@ def trained_role(
         optimizer=optimizer,
         idle=(0 if param_offload else weights) + (0 if optimizer_offload else optimizer),
     )
-    in_pass = replace(at_rest, weights=weights + gathered_bytes(num_params, shape))
+    keeps_copies = num_shards == 1 and not checkpointing
+    copies = BF16 * num_params if keeps_copies else gathered_bytes(num_params, shape)
+    in_pass = replace(at_rest, weights=weights + copies)
     kept = kept_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing)
     one_layer = num_tokens * layer_activation_bytes(shape, packed=packed)
     layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + mlp_width(shape))
@@ -147,7 +150,8 @@ def scoring_role(
 ) -> RoleMemory:
     """16-bit weights, sharded; a forward pass, which takes most in the MLP of a layer, or at the logits after all."""
     weights = BF16 * num_params // num_shards
-    in_pass = RoleMemory(weights=weights + gathered_bytes(num_params, shape), idle=0 if param_offload else weights)
+    gathered = 0 if num_shards == 1 else gathered_bytes(num_params, shape)
+    in_pass = RoleMemory(weights=weights + gathered, idle=0 if param_offload else weights)
     in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * mlp_width(shape))
     after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
     moments = (
@@ -208,13 +212,13 @@ def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
 
 
 def head_training_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
-    """At the head's backward pass: its gradient, added up in fp32; and logits with their gradients, or these and the
-    piece of the head's gradient that comes from them. Also hidden states before logits, and their gradients."""
+    """At the head's backward pass: its gradient, added up in fp32; logits, which their gradients replace; and hidden
+    states before logits, and their gradients."""
     if not num_logit_tokens:
         return 0
     logits = logit_bytes(shape, num_logit_tokens)
     hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
-    return FP32 * shape.embedding_params + logits + max(logits, BF16 * shape.embedding_params) + hidden
+    return FP32 * shape.embedding_params + logits + hidden
 
 
 def attention_width(shape: ModelShape) -> int:

@@ -15,7 +15,7 @@ from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.sharding import max_over_ranks
-from rolepool.placement.memory import scoring_role, trained_role
+from rolepool.placement.memory import gathered_bytes, scoring_role, trained_role
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.protocol.memory import free_bytes
 
@@ -60,7 +60,7 @@ class PassMemory:
         return taken.working - taken.idle + self._mask(num_rows, width)
 
     def scoring(self, num_rows: int, width: int) -> int:
-        """Forward only."""
+        """Forward only, with 16-bit copies of weights where those that rest are in fp32."""
         if self.shape is None:
             return 0
         taken = scoring_role(
@@ -71,7 +71,8 @@ class PassMemory:
             num_logit_tokens=int(num_rows * width * self.logit_share),
             param_offload=False,
         )
-        return taken.working - taken.idle + self._mask(num_rows, width)
+        copies = gathered_bytes(self._num_params(self.shape), self.shape) if self.num_shards == 1 else 0
+        return taken.working - taken.idle + copies + self._mask(num_rows, width)
 
     def _num_params(self, shape: ModelShape) -> int:
         return shape.num_params if self.logit_share else shape.num_scalar_head_params
