@@ -1,6 +1,6 @@
 """A PPO step on one GPU: rolepool in one pool and in two that share the GPU, without and with CUDA MPS, and TRL.
 
-    python benchmarks/gpu/ppo_step.py [--parts standard,split,mps,trl,idle] [--steps 8] [--trl-steps 4]
+    python benchmarks/gpu/ppo_step.py [--parts standard,split,mps,trl,idle] [--steps 8] [--trl-steps 3]
     python benchmarks/gpu/ppo_step.py --tiny      a small model on the CPU, to try the script out
 
 The same work for all: policy, value model, reference and a rule for a reward; 256 prompts of 128 tokens, 256 new tokens
@@ -10,14 +10,15 @@ bf16 arithmetic; TRL trains bf16 weights, which is what loading gives it and the
 is a comparison of one token, so that it is not charged for a network. `idle` is a run of the standard placement of its
 own, under the profiler.
 
-Medians of the steps after the first two, which compile. A step is from the start of a generation to that of the next.
-GPU memory is the most that NVML saw of the whole GPU, 20 times a second, less what was in use when the script began;
-torch's is the most that it had allocated, in all processes together. Of a step of rolepool's, `controller` is the
-share in which no worker process runs an operation, and `fetch` the share in which they fetch what one was given, both
-from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
+Medians of the steps after the first two, which compile; of TRL's after the first. A step is from the start of a
+generation to that of the next. GPU memory is the most that NVML saw of the whole GPU, 20 times a second, less what
+was in use when the script began; torch's is the most that it had allocated, in all processes together. Of a step of
+rolepool's, `controller` is the share in which no worker process runs an operation, and `fetch` the share in which
+they fetch what one was given, both from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
 
-Each part is a process of its own, and a failed one does not stop the others. Expected on an H200: standard 80 s, most
-of it compiling, split and mps 60 s each, trl 120 s, idle 70 s, and 40 s for the model where it is not there yet.
+Each part is a process of its own, and a failed one does not stop the others. On an H200 with a slow host: standard
+105 s, most of it compiling, split 80 s, mps 70 s, a step of TRL's 40 to 60 s; with passes of 64 rows TRL runs out of
+140 GB.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PLACEMENTS = {
 PARTS = (*PLACEMENTS, "trl", "idle")
 GOALS = "goals: 8 times TRL's samples/s, a third of its memory; in standard placement a controller under 3%"
 MINI_BATCHES = 4
-WARM_STEPS = 2
+WARM_STEPS, TRL_WARM_STEPS = 2, 1
 SAMPLES_PER_S = 20
 SECONDS_TO_CLOSE = 60
 SECONDS_TO_SETTLE = 20
@@ -299,7 +300,7 @@ def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
 def read_trl(folder: Path, gpu_gib: float | None) -> Measured:
     found = json.loads((folder / "trl.json").read_text(encoding="utf-8"))
     print(f"trl: {found['setting']}")
-    return Measured(medians(found["steps"][WARM_STEPS:]), found["torch_gib"], gpu_gib)
+    return Measured(medians(found["steps"][TRL_WARM_STEPS:]), found["torch_gib"], gpu_gib)
 
 
 def of(value: float | None, other: float | None) -> str:
@@ -343,8 +344,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="of rolepool's parts; default: %(default)s")
-    parser.add_argument("--trl-steps", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--trl-rows", type=int, default=64, help="of a training pass of TRL's; default: %(default)s")
+    parser.add_argument("--trl-steps", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--trl-rows", type=int, default=32, help="of a training pass of TRL's; default: %(default)s")
     parser.add_argument("--trl-rollout-rows", type=int, default=64, help="of its rollouts; default: %(default)s")
     parser.add_argument("--data", type=Path, help="default: runs/qwen0.5b_data, or runs/tiny_data")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "ppo_step", help="where run folders go")
@@ -355,40 +356,53 @@ def main() -> int:
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if min(options.steps, options.trl_steps) <= WARM_STEPS:
-        parser.error(f"--steps and --trl-steps must be over {WARM_STEPS}: the first {WARM_STEPS} are not counted")
+    if options.steps <= WARM_STEPS or options.trl_steps <= TRL_WARM_STEPS:
+        parser.error(f"--steps must be over {WARM_STEPS} and --trl-steps over {TRL_WARM_STEPS}, which are not counted")
     work = TINY if options.tiny else FULL
     data = (options.data or ROOT / "runs" / ("tiny_data" if options.tiny else "qwen0.5b_data")).absolute()
     make_data(data, work)
     words = [str(RECIPE), *rolepool_words(work, data, tiny=options.tiny), *options.overrides]
     gpu = GpuMemory()
     results: dict[str, Measured] = {}
-    failed = False
-    for part in parts:
-        run = options.runs.absolute() / part
-        if part == "trl":
-            ended = run_trl(options, work, data, run, gpu)
-        else:
-            steps = f"trainer.total_training_steps={options.steps}"
-            program = [str(HERE / "ppo_step_profile.py")] if part == "idle" else ["-m", "rolepool", "train", steps]
-            placement = PLACEMENTS["standard" if part == "idle" else part]
-            command = [*program, *words, *placement, f"trainer.default_local_dir={run}"]
-            ended = run_process(part, command, run, options.timeout_s, gpu)
-        failed = failed or not ended.fine
-        try:
-            if part == "idle":
-                report = run / "idle.txt"  # also there where only the second of its two profiles failed
-                print(report.read_text(encoding="utf-8") if report.is_file() else "", flush=True)
-            elif ended.fine:
-                read = read_trl if part == "trl" else read_rolepool
-                results[part] = read(run, ended.gpu_gib)
-        except Exception:
-            failed = True
-            traceback.print_exc()
-    if results:
-        print_summary(results, work)
-        print_times(results)
-    return 1 if failed else 0
+    try:
+        fine = [run_part(part, words, options, work, data, gpu, results) for part in parts]
+    finally:  # what was measured is shown when the rest is interrupted, too
+        if results:
+            print_summary(results, work)
+            print_times(results)
+    return 0 if all(fine) else 1
+
+
+def run_part(
+    part: str,
+    words: list[str],
+    options: argparse.Namespace,
+    work: Work,
+    data: Path,
+    gpu: GpuMemory,
+    results: dict[str, Measured],
+) -> bool:
+    """Whether it ended well. What it measured is in the results then."""
+    run = options.runs.absolute() / part
+    if part == "trl":
+        ended = run_trl(options, work, data, run, gpu)
+    else:
+        steps = f"trainer.total_training_steps={options.steps}"
+        program = [str(HERE / "ppo_step_profile.py")] if part == "idle" else ["-m", "rolepool", "train", steps]
+        placement = PLACEMENTS["standard" if part == "idle" else part]
+        command = [*program, *words, *placement, f"trainer.default_local_dir={run}"]
+        ended = run_process(part, command, run, options.timeout_s, gpu)
+    try:
+        if part == "idle":
+            report = run / "idle.txt"  # also there where only the second of its two profiles failed
+            print(report.read_text(encoding="utf-8") if report.is_file() else "", flush=True)
+        elif ended.fine:
+            read = read_trl if part == "trl" else read_rolepool
+            results[part] = read(run, ended.gpu_gib)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return ended.fine
 
 
 if __name__ == "__main__":
