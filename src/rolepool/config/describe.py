@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolepool.config.built import VALUES_IN_FORCE, is_built
-from rolepool.config.loading import LoadedConfig, nearest_key, show
+from rolepool.config.loading import LoadedConfig, show, unknown_key
 from rolepool.config.schema import Key, all_keys, all_sections
 from rolepool.errors import ConfigError
 
@@ -24,9 +24,7 @@ def explain(path: str, loaded: LoadedConfig) -> str:
     if path in all_sections():
         below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
         return "\n".join(f"{key.path} = {show(loaded.value_of(key.path))}\n  {key.doc}" for key in below)
-    meant = nearest_key(path)
-    hint = f"did you mean {meant}?" if meant else "`rolepool config` lists all keys"
-    raise ConfigError(f"{show(path)}: unknown key; {hint}")
+    raise ConfigError(f"{show(path)}: {unknown_key(path)}")
 
 
 def markdown() -> str:
