@@ -20,7 +20,7 @@ from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import lanes, step_bounds
 from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
-from rolepool.report.logs import Rows, cut_into_runs, distinct_names
+from rolepool.report.logs import distinct_names
 from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
 from rolepool.report.run import Run, read_run, value_at
 
@@ -167,22 +167,15 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
 # Numbers
 
 
-def _rows(run: Run) -> Rows:
-    """The rows of the last run in the folder, a step's validation in its row."""
-    without_step = ({name: value for name, value in row.items() if name != "step"} for row in run.rows)
-    found = cut_into_runs(zip((int(row["step"]) for row in run.rows), without_step, strict=True))
-    if not found:
-        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
-    return found[-1]
-
-
 def _after_warm_up(steps: list[T]) -> list[T]:
     """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
 def _measures_of_steps(run: Run) -> dict[str, list[float]]:
-    rows = _after_warm_up([row for row in _rows(run).values() if f"{TIMING}step" in row])
+    if not run.rows:
+        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
+    rows = _after_warm_up([row for row in run.rows.values() if f"{TIMING}step" in row])
     measures: dict[str, list[float]] = {}
     num_samples = value_at(run.config, "data.train_batch_size") or 0
     num_samples *= value_at(run.config, "actor_rollout_ref.rollout.n") or 1
@@ -198,7 +191,7 @@ def _measures_of_steps(run: Run) -> dict[str, list[float]]:
 
 def _measures_of_run(run: Run) -> dict[str, float]:
     """What a run has one of: peaks of memory, and the reward at its end."""
-    rows = list(_rows(run).values())
+    rows = list(run.rows.values())
     singles: dict[str, float] = {}
     for name in sorted(
         {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from rolepool.metrics.analysis import Timeline
+from rolepool.metrics.run_folder import write_whole
 from rolepool.report.run import Run
 
 Event = dict[str, Any]
@@ -20,14 +21,8 @@ Event = dict[str, Any]
 
 def write_trace(run: Run, path: str | Path) -> None:
     """Write the trace of a run; whole, or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(_events(run)):
-            file.write((",\n" if number else "\n") + json.dumps(event))
-        file.write("\n]}\n")
-    temporary.replace(path)
+    events = (("\n" if number == 0 else ",\n") + json.dumps(event) for number, event in enumerate(_events(run)))
+    write_whole(Path(path), chain(['{"displayTimeUnit": "ms", "traceEvents": ['], events, ["\n]}\n"]))
 
 
 def _events(run: Run) -> Iterator[Event]:
