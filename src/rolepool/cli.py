@@ -177,11 +177,9 @@ def demo(arguments: list[str]) -> None:
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.data.demo import make_demo, make_reward_model
+    from rolepool.data.demo import make_demo
 
-    made = make_demo(options.folder)
-    make_reward_model(made.reward_model)
-    print(made.folder)
+    print(make_demo(options.folder).folder)
 
 
 def compare(arguments: list[str]) -> int | None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rolepool.data.prompts import PromptSet
 from rolepool.errors import ConfigError, DataError
@@ -98,14 +97,9 @@ class PromptLoader:
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._index = epoch, 0
-        self._order = epoch_order(len(self._prompts), self._seed, epoch, shuffle=self._shuffle)
-
-
-def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
-    """The row numbers in the order of this epoch."""
-    if not shuffle:
-        return np.arange(num_rows)
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+        self._order = np.arange(len(self._prompts))
+        if self._shuffle:
+            np.random.default_rng([self._seed, epoch]).shuffle(self._order)
 
 
 def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:

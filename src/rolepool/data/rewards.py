@@ -76,17 +76,12 @@ def extract_final_answer(solution_str: str, method: Literal["strict", "flexible"
     return _as_decimal(found[-1]) if found else None
 
 
-def gsm8k(
-    solution_str: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
-) -> float:
-    """1 when the final answer is the same number as the ground truth, `format_score` for any other final answer."""
+def gsm8k(solution_str: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict") -> float:
+    """1 when the final answer is the same number as the ground truth."""
     wanted = _as_decimal(str(ground_truth))
     if wanted is None:
         raise DataError(f"the ground truth {ground_truth!r} is not a number")
-    answer = extract_final_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return 1.0 if answer == wanted else format_score
+    return float(extract_final_answer(solution_str, method) == wanted)
 
 
 def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
