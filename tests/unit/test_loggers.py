@@ -34,15 +34,10 @@ def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Full:
-        def __init__(self, *_: object) -> None: ...
+    def log(step: int, metrics: object) -> None:
+        raise OSError("no space left on device")
 
-        def log(self, step: int, metrics: object) -> None:
-            raise OSError("no space left on device")
-
-        def close(self) -> None: ...
-
-    monkeypatch.setitem(loggers.MAKERS, "tensorboard", Full)  # type: ignore[arg-type]
+    monkeypatch.setitem(loggers.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
     made.start(tmp_path)
