@@ -214,8 +214,7 @@ def compare(arguments: list[str]) -> int | None:
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
-    # In a file or a narrow terminal no column is cut.
-    Console(highlight=False, width=200).print(comparison.as_table(lines))
+    Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     for written in comparison.write_comparison(runs, lines, output):
         print(written)

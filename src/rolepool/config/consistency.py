@@ -38,12 +38,8 @@ def _about_models(config: Config) -> Iterator[str]:
 
 
 def _about_batches(config: Config) -> Iterator[str]:
-    actor, ref, critic, reward = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.ref,
-        config.critic,
-        config.reward_model,
-    )
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    critic, reward = config.critic, config.reward_model
     minis = {"actor_rollout_ref.actor": actor.ppo_mini_batch_size}
     if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         minis["critic"] = critic.ppo_mini_batch_size

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +55,15 @@ CHAT_TEMPLATE = (
 MARKER = "made_by_rolepool.json"
 
 
-@dataclass(frozen=True)
 class Demo:
-    """Where the demo's files are."""
+    """Where the demo's files are: models with their tokenizer, the reward model with one label, and the prompts."""
 
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        """Model and tokenizer, for `actor_rollout_ref.model.path` and `critic.model.path`."""
-        return self.folder / "model"
-
-    @property
-    def reward_model(self) -> Path:
-        """For `reward_model.model.path`: of the same shape, with one label. It knows nothing of the task."""
-        return self.folder / "reward_model"
-
-    @property
-    def train_file(self) -> Path:
-        return self.folder / "train.jsonl"
-
-    @property
-    def val_file(self) -> Path:
-        return self.folder / "val.jsonl"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        self.reward_model = folder / "reward_model"
+        self.train_file = folder / "train.jsonl"
+        self.val_file = folder / "val.jsonl"
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:

@@ -17,6 +17,14 @@ from rolepool.data.prompts import PromptSet
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 
+WHAT_IT_IS = {
+    "num_rows": "the number of prompts",
+    "digest": "the prompts themselves (files, tokenizer or template)",
+    "seed": "the seed (data.seed, or trainer.seed where that is null)",
+    "shuffle": "data.shuffle",
+}
+"""That a position in the data belongs to."""
+
 
 class PromptLoader:
     """Training batches without end, epoch after epoch. An epoch's last rows that fill no batch are dropped."""
@@ -55,24 +63,15 @@ class PromptLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where `state_dict` was called. A DataError when that was in other data or in another order."""
-        names = {
-            "num_rows": "the number of prompts",
-            "digest": "the prompts themselves (files, tokenizer or template)",
-            "seed": "the seed (data.seed, or trainer.seed where that is null)",
-            "shuffle": "data.shuffle",
-        }
         try:
-            changed = [
-                f"{names[key]}: {state[key]} then, {value} now" if key != "digest" else names[key]
-                for key, value in self._identity().items()
-                if state[key] != value
-            ]
             epoch, index = int(state["epoch"]), int(state["index"])
+            changed = {key: (state[key], now) for key, now in self._identity().items() if state[key] != now}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
+            said = "; ".join(f"{WHAT_IT_IS[key]}: {then} then, {now} now" for key, (then, now) in changed.items())
             raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data. Changed: {'; '.join(changed)}. "
+                f"the saved position in {self._prompts.key} belongs to other data. Changed: {said}. "
                 "Put that back, or start anew with trainer.resume_mode=disable"
             )
         if epoch < 0 or not 0 <= index < len(self._prompts):

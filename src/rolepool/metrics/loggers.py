@@ -77,13 +77,9 @@ def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
 def _wandb(config: Config, folder: Path) -> tuple[Log, Close]:
     import wandb
 
-    trainer = config.trainer
-    run: Any = wandb.init(
-        project=trainer.project_name,
-        name=trainer.experiment_name,
-        dir=str(folder),
-        config=config.model_dump(mode="json"),
-    )
+    keys = config.model_dump(mode="json")
+    names: dict[str, Any] = {"project": config.trainer.project_name, "name": config.trainer.experiment_name}
+    run: Any = wandb.init(**names, dir=str(folder), config=keys)
     return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
 

@@ -1,13 +1,14 @@
 """The run folder: what a run writes down, so that every number can be traced back.
 
-Owns the names of its files and how they are written: whole files by rename, rows by appended lines.
+Owns the names of its files and how they are written: whole files by rename, rows by appended lines; and how a row and
+a curve look in one line of text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ NAMES = (
     "checkpoints",
 )
 """All that a run writes."""
+
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunFolder:
@@ -100,6 +104,14 @@ def write_whole(path: Path, pieces: Iterable[str]) -> Path:
 def console_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step:N - key:value - key:value ...`"""
     return " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
+    low, high = min(0.0, *values), max(1.0, *values)
+    groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    means = [sum(group) / len(group) for group in groups if group]
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
 
 
 def _step_of(line: str) -> int:

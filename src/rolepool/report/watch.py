@@ -20,8 +20,8 @@ from rich.text import Text
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import Recorded, Timeline, step_bounds, step_metrics
+from rolepool.metrics.run_folder import sparkline
 from rolepool.metrics.sampling import pool_use
-from rolepool.metrics.sparkline import sparkline
 from rolepool.report.colors import colors_for
 from rolepool.report.run import Lines, read_moment, read_row, read_span, value_at
 
