@@ -185,14 +185,10 @@ def _measures(run: Run) -> dict[str, list[float]]:
         raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
     measures: dict[str, list[float]] = {}
     rows = list(run.rows.values())
-    num_samples = value_at(run.config, "data.train_batch_size") or 0
-    num_samples *= value_at(run.config, "actor_rollout_ref.rollout.n") or 1
     for row in _after_warm_up([row for row in rows if f"{TIMING}step" in row]):
-        if num_samples and row[f"{TIMING}step"] > 0:
-            row = {**row, "samples/s": num_samples / row[f"{TIMING}step"]}
         for name, value in row.items():
             is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
-            if (is_measure or name in ("perf/throughput", "samples/s")) and np.isfinite(value):
+            if (is_measure or name == "perf/throughput") and np.isfinite(value):
                 measures.setdefault(name, []).append(value)
     peaks = {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
     for name in sorted(peaks):

@@ -1,7 +1,7 @@
 """A run as a trace in Chrome's JSON format, which Perfetto (ui.perfetto.dev) shows.
 
-Owns the format: a process for each pool, a thread for each rank, a slice for each span, an arrow for each result that a
-call was given, and counters for the GPUs of each node. Times are whole microseconds since the first one known.
+Owns the format: a process for each pool, a thread for each rank, a slice for each span, and an arrow for each result
+that a call was given. Times are whole microseconds since the first one known.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ def write_trace(run: Run, path: str | Path) -> None:
 
 def _events(run: Run) -> Iterator[Event]:
     timeline = Timeline(run.spans)
-    times_s = [timeline[0].span.start_s] if timeline else []
-    origin_s = min(times_s + [moment["time_s"] for moment in run.monitor], default=0.0)
-    pools = sorted({pool for pool, _ in timeline.of_rank})
-    nodes = sorted({moment["node"] for moment in run.monitor})
-    processes = {name: number for number, name in enumerate([*pools, *(f"node {node}" for node in nodes)], start=1)}
+    origin_s = timeline[0].span.start_s if timeline else 0.0
+    processes = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
     # Perfetto takes a thread with its process's number for the main one, so their numbers begin after those.
     threads = {rank: number for number, rank in enumerate(timeline.of_rank, start=len(processes) + 1)}
     for name, process in processes.items():
@@ -42,11 +39,6 @@ def _events(run: Run) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"{pool} rank {number}"}}
         yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": number}}
     yield from _slices_and_arrows(timeline, processes, threads, origin_s)
-    for moment in run.monitor:
-        common = {"ph": "C", "pid": processes[f"node {moment['node']}"], "ts": _us(moment["time_s"] - origin_s)}
-        for gpu in moment["gpus"]:
-            for name, value in (("memory_bytes", gpu["memory_bytes"]), ("utilization_percent", gpu["utilization"])):
-                yield {**common, "name": f"GPU {gpu['index']} {name}", "args": {name: value}}
 
 
 def _slices_and_arrows(
