@@ -249,13 +249,9 @@ def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], 
 
 
 def _leaf_of(location: tuple[int | str, ...]) -> str:
-    """The longest prefix of pydantic's location that is one of our keys."""
-    parts = [str(part) for part in location]
-    for length in range(len(parts), 0, -1):
-        path = ".".join(parts[:length])
-        if path in all_keys():
-            return path
-    raise AssertionError(f"no key at {location}")
+    """The key of ours that pydantic's location is in."""
+    place = "".join(f"{part}." for part in location)
+    return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
 def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
