@@ -193,6 +193,20 @@ def save_and_die_on_rank_1(folder: Path) -> str:
     return "its partner died"
 
 
+def error_of_a_save_without_room(folder: Path) -> str:
+    """What is said where no file may be longer than 2,000 bytes, and the process lives on."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        save_trained(build(Setting()), folder)
+    except RolepoolError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
 # Ranks: real processes that talk over gloo
 
 
@@ -371,6 +385,15 @@ def test_a_save_goes_into_a_new_folder(tmp_path: Path) -> None:
     save_trained(build(Setting()), tmp_path / "role")
     with pytest.raises(ConfigError, match="not empty"):
         save_trained(build(Setting()), tmp_path / "role")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_that_finds_no_room_is_an_error_with_its_folder_on_every_rank(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_ranks: int
+) -> None:
+    for said in ranks(num_ranks)(error_of_a_save_without_room, tmp_path / "role"):
+        assert said.startswith(f"{tmp_path / 'role'}: ")
+        assert "File too large" in said and "on rank 0" in said
 
 
 # What does not fit, or is damaged, changes nothing

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.training import TrainedModel
 
 FILE_BYTES = 2**30
@@ -75,7 +76,7 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
-    with _one_process_may_do_it():
+    with _plain_errors(folder):
         save(tensors, storage_writer=writer)
     if rank == 0 and isinstance(trained.model, PreTrainedModel):
         (folder / "config.json").write_text(_hf_config(trained.model), encoding="utf-8")
@@ -139,15 +140,20 @@ def read_saved(folder: Path) -> SavedRole:
 
 def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with the rows saved under their names."""
-    with _one_process_may_do_it():
+    with _plain_errors(folder):
         load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 @contextmanager
-def _one_process_may_do_it() -> Iterator[None]:
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Torch's own error is none that `except Exception` catches. That one process works alone is no warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            failed = ", ".join(f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items())
+            raise RolepoolError(f"{folder}: {failed}") from error
 
 
 def _rank_and_count() -> tuple[int, int]:
