@@ -342,7 +342,9 @@ def test_a_text_key_takes_a_bare_word_as_written(written: str, expected: str) ->
 
 def test_null_empties_a_text_key_that_may_be_empty() -> None:
     assert value("critic.model.path", "actor_rollout_ref.model.path=a", "critic.model.path=null") is None
-    assert only_problem("trainer.experiment_name=null") == ("trainer.experiment_name=null: must be text")
+    assert only_problem("trainer.experiment_name=null") == (
+        "trainer.experiment_name=null: must be text; put it in quotes"
+    )
 
 
 def test_a_later_override_wins() -> None:
@@ -638,7 +640,7 @@ def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(override: 
             "trainer.logger.1=file: must be 'console', 'tensorboard', 'wandb' or 'mlflow'",
         ),
         ("critic.optim.betas=[0.9,1]", "critic.optim.betas.1=1: must be less than 1"),
-        ("critic.optim.betas=[0.9]", "critic.optim.betas.1: field required"),
+        ("critic.optim.betas=[0.9]", "critic.optim.betas.1: field required; see `rolepool config critic.optim.betas`"),
         ("placement.pools.a=[]", "placement.pools.a.per_node=[]: must hold at least one process"),
         ("placement.pools.a=[0,0]", "placement.pools.a.per_node=[0,0]: must hold at least one process"),
         ("placement.pools.a=[-1]", "placement.pools.a.per_node.0=-1: must be greater than or equal to 0"),
@@ -647,7 +649,7 @@ def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(override: 
         ("placement.pools.a={per_node: [1], gpus: 2}", "placement.pools.a.gpus=2: extra inputs are not permitted"),
         ("placement.pools.a={per_node: [1], share: 0}", "placement.pools.a.share=0: must be greater than 0"),
         ("placement.pools={'a b': [1]}", "placement.pools.a b=a b: string should match pattern"),
-        ("placement.pools={1: [1]}", "placement.pools.1=1: must be a valid string"),
+        ("placement.pools={1: [1]}", "placement.pools.1=1: must be a valid string; put it in quotes"),
     ],
 )
 def test_a_wrong_value_inside_a_list_or_a_pool_is_named_by_its_place(override: str, expected: str) -> None:

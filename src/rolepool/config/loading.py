@@ -263,10 +263,12 @@ def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
 
 def _sentence(item: Any) -> str:
     """One pydantic error as key, value and what is allowed."""
-    path = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    path, leaf = ".".join(str(part) for part in item["loc"] if part != "[key]"), _leaf_of(item["loc"])
     allowed = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if path in all_keys() and item["type"] not in ("value_error", "finite_number", "less_than_equal"):
+    if path == leaf and item["type"] not in ("value_error", "finite_number", "less_than_equal"):
         allowed = f"must be {all_keys()[path].type_text}"
+    allowed += "; put it in quotes" if item["type"] == "string_type" else ""
+    allowed += f"; see `rolepool config {leaf}`" if path != leaf else ""
     value = "" if item["type"] == "missing" else f"={show(item['input'])}"
     return f"{path}{value}: {allowed[:1].lower()}{allowed[1:]}"
 
