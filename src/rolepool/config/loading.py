@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rolepool.config.consistency import contradictions
-from rolepool.config.schema import Config, Key, all_keys, all_sections, default_tree
+from rolepool.config.schema import Config, Key, all_keys, all_sections
 from rolepool.config.unsupported import why_unsupported
 from rolepool.errors import ConfigError
 
@@ -200,7 +200,11 @@ def unknown_key(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def _defaults() -> DictConfig:
-    return OmegaConf.create(default_tree())
+    """Every key's default; those that follow another key as `${...}`."""
+    tree = OmegaConf.create()
+    for key in all_keys().values():
+        OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
+    return tree
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:

@@ -57,7 +57,9 @@ class Key:
 
     @property
     def default(self) -> Any:
-        return self.field.get_default(call_default_factory=True, validated_data={})
+        """As YAML would hold it."""
+        default = self.field.get_default(call_default_factory=True, validated_data={})
+        return list(default) if isinstance(default, tuple) else default
 
     @cached_property
     def type_text(self) -> str:
@@ -81,18 +83,6 @@ def all_keys() -> dict[str, Key]:
 def all_sections() -> frozenset[str]:
     """Dotted paths of all groups of keys."""
     return frozenset(path.rsplit(".", depth)[0] for path in all_keys() for depth in range(1, path.count(".") + 1))
-
-
-def default_tree() -> dict[str, Any]:
-    """The defaults as a nested dict, those that follow another key as `${...}`."""
-    tree: dict[str, Any] = {}
-    for key in all_keys().values():
-        *parents, leaf = key.path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = list(key.default) if isinstance(key.default, tuple) else key.default
-    return tree
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:

@@ -144,7 +144,12 @@ class PromptSet:
         if not len(overlong) or (self._data.truncation != "error" and not self._data.filter_overlong_prompts):
             return np.arange(len(lengths))
         if not self._data.filter_overlong_prompts:
-            raise DataError(_too_long(self._name(int(overlong[0])), lengths, overlong, longest))
+            more = f"; {len(overlong)} of {len(lengths)} prompts are, the longest has {lengths.max()}"
+            raise DataError(
+                f"{self._name(int(overlong[0]))}: the prompt has {lengths[overlong[0]]} tokens, more than "
+                f"data.max_prompt_length={longest}{more if len(overlong) > 1 else ''}. Set data.max_prompt_length="
+                f"{lengths.max()}, data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
+            )
         if len(overlong) == len(lengths):
             raise DataError(
                 f"{self.key}: all {len(lengths)} prompts have more than data.max_prompt_length={longest} tokens "
@@ -221,17 +226,6 @@ def truncate(token_ids: list[int], max_length: int, mode: Truncation) -> list[in
     assert mode == "middle"  # with `error` no prompt that is too long is in the set
     num_first = max_length // 2
     return token_ids[:num_first] + token_ids[num_first - max_length :]
-
-
-def _too_long(first: str, lengths: Lengths, overlong: npt.NDArray[np.intp], max_length: int) -> str:
-    more = (
-        f"; {len(overlong)} of {len(lengths)} prompts are, the longest has {lengths.max()}" if len(overlong) > 1 else ""
-    )
-    return (
-        f"{first}: the prompt has {lengths[overlong[0]]} tokens, more than data.max_prompt_length={max_length}{more}. "
-        f"Set data.max_prompt_length={lengths.max()}, data.filter_overlong_prompts=true, or data.truncation=left, "
-        "right or middle"
-    )
 
 
 # --- what a row must hold -----------------------------------------------------------------------------------------

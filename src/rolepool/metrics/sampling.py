@@ -37,7 +37,10 @@ class NodeMonitor:
         self._node = node
         self._roles = roles
         self._processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
-        self._gpus = _gpu_handles(sorted({one.gpu for one in watched if one.gpu is not None}))
+        indices = sorted({one.gpu for one in watched if one.gpu is not None})
+        if indices:
+            pynvml.nvmlInit()
+        self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
         self._held: deque[dict[str, Any]] = deque(maxlen=MAX_HELD)
         for process in self._processes.values():
             process.cpu_percent()  # those of the first sample count from here
@@ -112,10 +115,3 @@ def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for pool, (percent, _) in pool_use(sample).items():
             found.setdefault(pool, []).append(percent)
     return {f"pool/{pool}/utilization": fmean(percents) for pool, percents in found.items()}
-
-
-def _gpu_handles(indices: Sequence[int]) -> dict[int, Any]:
-    if not indices:
-        return {}
-    pynvml.nvmlInit()
-    return {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}

@@ -115,9 +115,7 @@ def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     changed = []
     for path, key in all_keys().items():
         value, default = value_at(config, path), key.default
-        if isinstance(default, tuple):
-            default = list(default)
-        elif isinstance(default, str):
+        if isinstance(default, str):
             whole = re.fullmatch(r"\$\{([^}]+)\}", default)
             default = re.sub(r"\$\{([^}]+)\}", lambda match: str(value_at(config, match[1])), default)
             default = value_at(config, whole[1]) if whole else default
