@@ -96,7 +96,7 @@ def main() -> None:
     Trainer(load_config([options.recipe], words)).run()
 
     run = read_run(folder / "run")
-    step_s = [row["timing_s/step"] for row in run.rows if "timing_s/step" in row]
+    step_s = [row["timing_s/step"] for row in run.rows.values() if "timing_s/step" in row]
     mean_s = sum(step_s) / len(step_s)
     calls_a_rank = len(run.spans) / len(step_s) / len({(each.span.pool, each.span.rank) for each in run.spans})
     watch.seconds["make spans (on a rank)"] = of_a_call(256, 12) * calls_a_rank * len(step_s)

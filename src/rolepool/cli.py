@@ -11,17 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rolepool import __version__
-from rolepool.command_line import (
-    EXIT_FINE,
-    EXIT_USER,
-    Parser,
-    is_input,
-    load_words,
-    parse,
-    print_errors,
-    run_program,
-    words_parser,
-)
+from rolepool.command_line import EXIT_USER, Parser, is_input, load_words, print_errors, run_program
 from rolepool.errors import ConfigError
 
 
@@ -30,22 +20,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(_dispatch, argv)
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int | None:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
         print(_overview())
-        return EXIT_FINE
+        return None
     if name == "--version":
         print(f"rolepool {__version__}")
-        return EXIT_FINE
+        return None
     if name not in COMMANDS:
         raise ConfigError(f"{name!r}: no such command; there are {', '.join(COMMANDS)}")
-    command, _ = COMMANDS[name]
-    return command(arguments[1:])
+    return COMMANDS[name](arguments[1:])
 
 
 def _overview() -> str:
-    lines = [f"  rolepool {name:<8} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  rolepool {name:<8} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: rolepool COMMAND [FILE...] [key=value...] [options]",
@@ -62,17 +51,15 @@ def _overview() -> str:
 # Commands
 
 
-def plan(arguments: list[str]) -> int:
+def plan(arguments: list[str]) -> int | None:
     """Show which process will hold which GPU with which roles, whether it fits, and what will overlap."""
-    parser = words_parser("rolepool plan", plan.__doc__)
+    parser = Parser("rolepool plan", plan.__doc__, words="FILE or key=value")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--inventory", metavar="8,8,4", help="GPUs per node there are (also 1024x8)")
     parser.add_argument("--live", action="store_true", help="take the inventory from the running Ray cluster")
     parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
     parser.add_argument("--strict", action="store_true", help="exit 2 when the memory estimate does not fit")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.placement.advice import advise
     from rolepool.placement.checks import find_problems
@@ -105,15 +92,13 @@ def plan(arguments: list[str]) -> int:
         print(plan_as_text(made, estimate, advice))
     print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
-    return EXIT_USER if problems or (options.strict and does_not_fit) else EXIT_FINE
+    return EXIT_USER if problems or (options.strict and does_not_fit) else None
 
 
-def config(arguments: list[str]) -> int:
+def config(arguments: list[str]) -> None:
     """Print the full resolved config; with KEY, explain that key or group of keys."""
-    parser = words_parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    parser = Parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.config.describe import explain
 
@@ -121,41 +106,35 @@ def config(arguments: list[str]) -> int:
     loaded = load_words([word for word in options.words if is_input(word)])
     text = "\n\n".join(explain(key, loaded) for key in keys) if keys else loaded.to_yaml().rstrip()
     print(text)
-    return EXIT_FINE
 
 
-def train(arguments: list[str]) -> int:
-    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
+def train(arguments: list[str]) -> None:
+    """Train under the config's placement, from its newest checkpoint if there is one."""
     from rolepool.trainer.command import train
 
-    return train(arguments, "rolepool train")
+    train(arguments, "rolepool train")
 
 
-def export(arguments: list[str]) -> int:
+def export(arguments: list[str]) -> None:
     """Write the model of a checkpoint as a plain Hugging Face folder."""
-    parser = Parser(prog="rolepool export", description=export.__doc__, allow_abbrev=False)
+    parser = Parser("rolepool export", export.__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="of this step; default: the newest checkpoint")
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.trainer.export import export_run
 
     saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")
-    return EXIT_FINE
 
 
-def report(arguments: list[str]) -> int:
-    """Write a run's page: timeline, step times, critical path, curves, and what to change. It needs no network."""
-    parser = _run_parser("report", report.__doc__)
+def report(arguments: list[str]) -> None:
+    """Write a run's page: timeline, step times, critical path, curves, and what to change."""
+    parser = _run_parser("rolepool report", report.__doc__)
     parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run folder")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.html import write_report
     from rolepool.report.run import read_run
@@ -164,30 +143,24 @@ def report(arguments: list[str]) -> int:
     for file, number in run.skipped.items():
         print(f"skipped {number} unreadable lines of {file}", file=sys.stderr)
     print(write_report(run, options.output or run.folder / "report.html"))
-    return EXIT_FINE
 
 
-def watch(arguments: list[str]) -> int:
+def watch(arguments: list[str]) -> None:
     """Show a run's pools, operations and reward in the terminal while it trains, or after it has ended."""
-    parser = _run_parser("watch", watch.__doc__)
+    parser = _run_parser("rolepool watch", watch.__doc__)
     parser.add_argument("--once", action="store_true", help="print how it stands and exit")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.watch import watch as show_run
 
     show_run(options.run, once=options.once)
-    return EXIT_FINE
 
 
-def trace(arguments: list[str]) -> int:
+def trace(arguments: list[str]) -> None:
     """Write a run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-    parser = _run_parser("trace", trace.__doc__)
+    parser = _run_parser("rolepool trace", trace.__doc__)
     parser.add_argument("-o", "--output", metavar="FILE", help="default: trace.json in the run folder")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.run import read_run
     from rolepool.report.trace import write_trace
@@ -196,28 +169,22 @@ def trace(arguments: list[str]) -> int:
     target = Path(options.output) if options.output else run.folder / "trace.json"
     write_trace(run, target)
     print(target)
-    return EXIT_FINE
 
 
-def demo(arguments: list[str]) -> int:
+def demo(arguments: list[str]) -> None:
     """Make the demo's models, tokenizer and prompts in a folder, where they are not there yet."""
-    parser = Parser(prog="rolepool demo", description=demo.__doc__, allow_abbrev=False)
+    parser = Parser("rolepool demo", demo.__doc__)
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.data.demo import make_demo, make_reward_model
+    from rolepool.data.demo import make_demo
 
-    made = make_demo(options.folder)
-    make_reward_model(made.reward_model)
-    print(made.folder)
-    return EXIT_FINE
+    print(make_demo(options.folder).folder)
 
 
-def compare(arguments: list[str]) -> int:
+def compare(arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe under each placement written after `--`."""
-    parser = words_parser("rolepool compare", compare.__doc__, words="RUN or key=value")
+    parser = Parser("rolepool compare", compare.__doc__, words="RUN or key=value")
     parser.usage = (
         "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
         "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
@@ -226,9 +193,7 @@ def compare(arguments: list[str]) -> int:
     parser.add_argument("--output-dir", metavar="DIR", help="where pictures and page go; default: beside the first run")
     parser.add_argument("--force", action="store_true", help="compare runs although their work differs")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse(parser, arguments[:cut])
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments[:cut])
 
     from rich.console import Console
 
@@ -249,45 +214,32 @@ def compare(arguments: list[str]) -> int:
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
-    # In a file or a narrow terminal no column is cut.
-    Console(highlight=False, width=200).print(comparison.as_table(lines))
+    Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     for written in comparison.write_comparison(runs, lines, output):
         print(written)
-    return EXIT_USER if failures else EXIT_FINE
+    return EXIT_USER if failures else None
 
 
-def plot(arguments: list[str]) -> int:
-    """Plot the timings of console logs or run folders, and write them as CSV. Several logs are also compared."""
-    parser = Parser(prog="rolepool plot", description=plot.__doc__, allow_abbrev=False)
+def plot(arguments: list[str]) -> None:
+    """Plot the timings of console logs or run folders, and write them as CSV."""
+    parser = Parser("rolepool plot", plot.__doc__)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="console log of a run, or its folder")
     parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
-    options = parse(parser, arguments)
-    if options is None:
-        return EXIT_FINE
+    options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.plots import plot_logs
 
     for file in plot_logs(options.logs, options.output_dir):
         print(file)
-    return EXIT_FINE
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "plan": (plan, "which process holds which GPU with which roles, and whether it fits"),
-    "config": (config, "the full resolved config, or one key explained"),
-    "train": (train, "train under the placement of the config"),
-    "watch": (watch, "a run in the terminal, while it trains or after"),
-    "report": (report, "one HTML page about a run: timeline, critical path, curves, what to change"),
-    "compare": (compare, "runs side by side: what took how long, and what is more than noise"),
-    "plot": (plot, "plots and CSV of the timings in console logs"),
-    "trace": (trace, "a run's spans for Perfetto"),
-    "export": (export, "a checkpoint as a Hugging Face folder"),
-    "demo": (demo, "make the files of the embedded demo"),
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    command.__name__: command for command in (plan, config, train, watch, report, compare, plot, trace, export, demo)
 }
 
 
-def _run_parser(name: str, summary: str | None) -> Parser:
-    parser = Parser(prog=f"rolepool {name}", description=summary, allow_abbrev=False)
+def _run_parser(program: str, summary: str | None) -> Parser:
+    parser = Parser(program, summary)
     parser.add_argument("run", metavar="RUN", help="the run folder, such as runs/demo")
     return parser

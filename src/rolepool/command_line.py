@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rolepool.errors import ConfigError, RolepoolError
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 EXIT_FINE, EXIT_USER, EXIT_INTERRUPTED = 0, 2, 130
 
 
-def run_program(program: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a program on these arguments, or on those of this process, and return its exit code."""
+def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
+    """Run a program on these arguments, or on those of this process, and return its exit code; None of it is fine."""
     try:
         code = program(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-        return code
+        return code or EXIT_FINE
+    except SystemExit:  # all that was wanted was help
+        return EXIT_FINE
     except RolepoolError as error:
         print_errors(error.problems)
         return EXIT_USER
@@ -43,30 +45,16 @@ def print_errors(problems: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as exceptions, so that all of them are printed in one way."""
+    """Errors as exceptions, so that all of them are printed in one way. `words` are config files and overrides."""
+
+    def __init__(self, program: str, summary: str | None, words: str | None = None) -> None:
+        super().__init__(prog=program, description=summary, allow_abbrev=False)
+        if words is not None:
+            metavar = words.replace(", ", "|").replace(" or ", "|")
+            self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; files first, then overrides")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
-
-
-def words_parser(program: str, summary: str | None, words: str = "FILE or key=value") -> Parser:
-    """A parser of config files and overrides."""
-    parser = Parser(prog=program, description=summary, allow_abbrev=False)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar=words.replace(", ", "|").replace(" or ", "|"),
-        help=f"{words}; files first, then overrides",
-    )
-    return parser
-
-
-def parse(parser: Parser, arguments: list[str]) -> Any:
-    """The options, or None when all that was wanted was help."""
-    try:
-        return parser.parse_intermixed_args(arguments)
-    except SystemExit:
-        return None
 
 
 def is_input(word: str) -> bool:

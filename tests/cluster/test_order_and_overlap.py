@@ -14,8 +14,8 @@ from roles_for_tests import Sleeper
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.metrics import Span
-from rolepool.metrics.spans import extent_s, overlap_s
 from rolepool.protocol import DataProto
+from span_times import extent_s, overlap_s
 
 OVERHEAD = 1.15
 """How much longer than the longer of two pools' work both may take, when they run at once."""

@@ -69,8 +69,10 @@ def test_an_exported_checkpoint_is_a_model_that_transformers_loads(
 ) -> None:
     assert main(["export", str(whole), str(tmp_path / "model"), "--step", "2"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    saved = load_file(next((whole / "checkpoints/step_000002/actor").glob("model_*.safetensors")))
-    for name, tensor in saved.items():
+    saved = load_file(next((whole / "checkpoints/step_000002/actor").glob("*.safetensors")))
+    weights = {name: tensor for name, tensor in saved.items() if "/" not in name}
+    assert weights.keys() == model.state_dict().keys()
+    for name, tensor in weights.items():
         assert torch.equal(model.state_dict()[name], tensor)
     assert main(["export", str(whole), str(tmp_path / "none"), "--step", "3"]) == 2
     assert "there are step_000002, step_000004" in capsys.readouterr().err

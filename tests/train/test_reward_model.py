@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rolepool.config import LoadedConfig, load_config
-from rolepool.data.demo import Demo, make_demo, make_reward_model
+from rolepool.data.demo import Demo, make_demo
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import Role
 from rolepool.protocol import DataProto
@@ -42,9 +42,7 @@ class Course(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    made = make_demo(tmp_path_factory.mktemp("demo") / "data")
-    make_reward_model(made.reward_model)
-    return made
+    return make_demo(tmp_path_factory.mktemp("demo") / "data")
 
 
 @pytest.fixture(scope="module")

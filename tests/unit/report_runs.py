@@ -48,7 +48,7 @@ def make_run(
     free: dict[str, float] = {}
     ends: dict[str, tuple[int, float]] = {}
     driver_s, number = 1000.0, 0
-    rows: list[dict[str, float]] = []
+    rows: dict[int, dict[str, float]] = {}
     for step in range(1, num_steps + 1):
         start_of_step = len(spans)
         for operation, pool, length, fed in calls_made:
@@ -69,7 +69,7 @@ def make_run(
             free[pool], ends[operation] = call_end, (number, call_end)
             driver_s = call_end if pool == DRIVER else driver_s
         timings = {f"timing_s/{each.operation}": each.span.duration_s for each in spans[start_of_step:]}
-        rows.append({"step": step, "critic/score/mean": step / num_steps, "timing_s/step": 10.0, **timings})
+        rows[step] = {"critic/score/mean": step / num_steps, "timing_s/step": 10.0, **timings}
     config = loaded.config.model_dump(mode="json")
     return Run(folder, folder.name, config, plan, spans, rows, monitor or [], {})
 
@@ -91,10 +91,7 @@ def make_long_run(num_steps: int = 10_000) -> Run:
             after = tuple(call + calls for call in span.after)
             moved = Span(*span[:4], *times, call=span.call + calls, after=after, num_rows=64, parts=parts)
             spans.append(Recorded(step, operation, moved))
-    rows = [
-        {**short.rows[1], "step": step, "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0}
-        for step in range(1, num_steps + 1)
-    ]
+    rows = {step: {**short.rows[2], "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0} for step in range(1, num_steps + 1)}
     gpus = [
         {
             "index": rank,

@@ -279,7 +279,7 @@ def test_config_of_a_key_explains_it(rolepool: Rolepool) -> None:
     assert outcome.out.splitlines()[:4] == [
         "trainer.nnodes = 3",
         "  Number of nodes.",
-        "  type: int, at least 1, at most 65536",
+        "  type: a whole number, at least 1, at most 65536",
         "  default: 1",
     ]
 

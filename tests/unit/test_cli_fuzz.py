@@ -132,7 +132,7 @@ def right(draw: random.Random, key: Key) -> str:
         return draw.choice(
             ["{a:[2],b:[2]}", "{a:{per_node:[1],share:0.5},b:{per_node:[1],share:0.5}}", "{a:[0,4]}", "{a:[9]}"]
         )
-    if key.is_mapping:
+    if key.type_text.startswith("a mapping"):
         sizes = [
             "hidden_size",
             "num_attention_heads",
@@ -147,11 +147,11 @@ def right(draw: random.Random, key: Key) -> str:
         return draw.choice(["a", "b", "null"])
     if key.type_text.startswith("one of "):
         return draw.choice(key.type_text.removeprefix("one of ").split(", "))
-    if key.type_text.startswith("bool"):
+    if key.type_text.startswith("true"):
         return draw.choice(["true", "false"])
-    if key.type_text.startswith("int"):
+    if key.type_text.startswith("a whole number"):
         return draw.choice(["1", "2", "3", "4", "8", "64", "256", "512", "100000"])
-    if key.type_text.startswith("float"):
+    if key.type_text.startswith("a number"):
         return draw.choice(["0", "0.1", "0.5", "1", "1e-6"])
     if key.is_text:
         return draw.choice(["recipes/shapes/qwen2.5-0.5b", "recipes/shapes/deepseek-llm-7b-chat", *WORDS, *UNICODE[:5]])

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rolepool.data import PromptSet, demo, load_tokenizer, validation_batches
-from rolepool.data.demo import Demo, make_demo, make_reward_model, next_letters
+from rolepool.config import load_config
+from rolepool.data import demo, load_tokenizer, val_prompts, validation_batches
+from rolepool.data.demo import Demo, make_demo, next_letters
 from rolepool.data.rewards import rule_for
 from rolepool.errors import ConfigError
 
@@ -67,7 +68,8 @@ def test_the_right_answer_earns_everything_and_its_parts_earn_parts(made: Demo) 
 
 def test_prompts_and_answers_survive_the_tokenizer(made: Demo) -> None:
     tokenizer = load_tokenizer(str(made.model))
-    (batch,) = validation_batches(PromptSet([str(made.val_file)], tokenizer, max_prompt_length=5))
+    keys = [f"data.val_files={made.val_file}", "data.max_prompt_length=5"]
+    (batch,) = validation_batches(val_prompts(load_config(overrides=keys).config, tokenizer))
     for row, ids in zip(rows(made.val_file), batch.non_tensor_batch["raw_prompt_ids"], strict=True):
         assert tokenizer.decode(ids) == row["prompt"][0]["content"] + " ="
         truth = row["reward_model"]["ground_truth"]
@@ -98,10 +100,9 @@ def test_the_model_is_a_small_transformer_that_answers_at_random(made: Demo) -> 
     assert probabilities.max() < 0.25
 
 
-def test_the_reward_model_gives_one_number_for_a_sequence_of_any_padding(tmp_path: Path) -> None:
-    folder = make_reward_model(tmp_path / "reward_model")
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert (model.config.num_labels, len(AutoTokenizer.from_pretrained(folder))) == (1, 12)
+def test_the_reward_model_gives_one_number_for_a_sequence_of_any_padding(made: Demo) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(made.reward_model)
+    assert (model.config.num_labels, len(AutoTokenizer.from_pretrained(made.reward_model))) == (1, 12)
     with torch.no_grad():
         scores = model(torch.tensor([[4, 5, 3, 6, 7], [5, 5, 3, 6, 7]])).logits
         padded = model(torch.tensor([[4, 5, 3, 6, 7, 0]]), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])).logits
@@ -121,24 +122,21 @@ def test_the_command_makes_all_that_the_demos_recipes_name(rolepool: Callable[..
 # Whole or absent
 
 
-@pytest.mark.parametrize("make", [make_demo, make_reward_model])
-def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alone(
-    tmp_path: Path, make: Callable[[Path], object]
-) -> None:
+def test_two_makings_are_the_same_byte_for_byte_and_leave_the_random_numbers_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    make(tmp_path / "1")
+    make_demo(tmp_path / "1")
     drawn = torch.rand(1)
     torch.manual_seed(1)
     assert torch.rand(1) == drawn
-    make(tmp_path / "deep" / "down" / "2")
+    make_demo(tmp_path / "deep" / "down" / "2")
     assert contents(tmp_path / "1") == contents(tmp_path / "deep" / "down" / "2")
 
 
 def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_demo(tmp_path / "demo")
     (first.folder / "note.txt").write_text("mine", encoding="utf-8")
-    monkeypatch.setattr(demo, "_write_demo", lambda folder: pytest.fail("written again"))
-    assert make_demo(str(tmp_path / "demo")) == first
+    monkeypatch.setattr(demo, "_write", lambda new: pytest.fail("written again"))
+    assert make_demo(str(tmp_path / "demo")).folder == first.folder
     assert names_in(tmp_path) == ["demo"]
 
 
@@ -152,7 +150,7 @@ def test_a_making_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_of_an_older_version_is_made_anew(tmp_path: Path) -> None:
     first = make_demo(tmp_path / "demo")
     whole = contents(first.folder)
-    (first.folder / demo.MARKER).write_text('{"kind": "demo", "version": 0}', encoding="utf-8")
+    (first.folder / demo.MARKER).write_text('{"version": 0}', encoding="utf-8")
     (first.folder / "stale.txt").write_text("", encoding="utf-8")
     make_demo(first.folder)
     assert contents(first.folder) == whole
@@ -172,13 +170,13 @@ def test_an_empty_folder_is_filled_and_anything_else_is_left_alone(tmp_path: Pat
 def test_of_two_that_make_it_at_once_the_slower_one_takes_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Demo
 ) -> None:
-    write = demo._write_demo
+    write = demo._write
 
-    def write_while_another_finishes(folder: Path) -> None:
-        write(folder)
+    def write_while_another_finishes(new: Demo) -> None:
+        write(new)
         shutil.copytree(made.folder, tmp_path / "demo")
 
-    monkeypatch.setattr(demo, "_write_demo", write_while_another_finishes)
+    monkeypatch.setattr(demo, "_write", write_while_another_finishes)
     assert contents(make_demo(tmp_path / "demo").folder) == contents(made.folder)
     assert names_in(tmp_path) == ["demo"]
 

@@ -18,7 +18,6 @@ from rolepool.data.rewards import (
     exact_match,
     extract_final_answer,
     gsm8k,
-    gsm8k_flexible,
     load_reward_function,
     position_match,
     rule_for,
@@ -64,32 +63,29 @@ def test_position_match_is_the_fraction_of_words_in_their_place(response: str, s
 
 
 @pytest.mark.parametrize(
-    ("response", "strict", "flexible"),
+    ("response", "answer"),
     [
-        ("so 3 + 4 = 7.\n#### 7", "7", "7"),
-        ("#### 1,234,567", "1234567", "1234567"),
-        ("#### $1,000.50", "1000.50", "1000.50"),
-        ("#### -12", "-12", "-12"),
-        ("#### -$12", "-12", "-12"),
-        ("####7", "7", "7"),
-        ("#### 7.", "7", "7"),
-        ("#### 7\nno, wait\n#### 8", "8", "8"),
-        ("#### 7 apples, 3 left", "7", "3"),
-        ("the answer is 7.", None, "7"),
-        ("it costs $3.50 in all", None, "3.50"),
-        ("the answer is seven", None, None),
-        ("#### seven", None, None),
-        ("", None, None),
-        ("#### ,", None, None),
-        ("#### .5", ".5", ".5"),
-        ("#### 5 " + "x" * 400, None, None),
+        ("so 3 + 4 = 7.\n#### 7", "7"),
+        ("#### 1,234,567", "1234567"),
+        ("#### $1,000.50", "1000.50"),
+        ("#### -12", "-12"),
+        ("#### -$12", "-12"),
+        ("####7", "7"),
+        ("#### 7.", "7"),
+        ("#### 7\nno, wait\n#### 8", "8"),
+        ("#### 7 apples, 3 left", "7"),
+        ("the answer is 7.", None),
+        ("it costs $3.50 in all", None),
+        ("the answer is seven", None),
+        ("#### seven", None),
+        ("", None),
+        ("#### ,", None),
+        ("#### .5", ".5"),
+        ("#### 5 " + "x" * 400, None),
     ],
 )
-def test_the_final_answer_is_the_last_number_after_the_marks_or_the_last_at_all(
-    response: str, strict: str | None, flexible: str | None
-) -> None:
-    assert extract_final_answer(response) == (None if strict is None else Decimal(strict))
-    assert extract_final_answer(response, "flexible") == (None if flexible is None else Decimal(flexible))
+def test_the_final_answer_is_the_last_number_after_the_marks(response: str, answer: str | None) -> None:
+    assert extract_final_answer(response) == (None if answer is None else Decimal(answer))
 
 
 def test_gsm8k_compares_numbers() -> None:
@@ -98,17 +94,10 @@ def test_gsm8k_compares_numbers() -> None:
     assert gsm8k("#### 72", "1,072") == 0
     assert gsm8k("#### 72", 72) == 1
     assert gsm8k("72", "72") == 0
-    assert gsm8k_flexible("72", "72") == 1
-
-
-def test_gsm8k_can_reward_a_wrong_answer_for_its_form() -> None:
-    assert gsm8k("#### 71", "72", format_score=0.1) == 0.1
-    assert gsm8k("71", "72", format_score=0.1) == 0
 
 
 def test_the_data_source_chooses_the_rule() -> None:
     assert rule_for("openai/gsm8k") is gsm8k
-    assert rule_for("gsm8k_flexible") is gsm8k_flexible
     assert rule_for("exact_match/capitals") is exact_match
 
 

@@ -124,10 +124,8 @@ def test_nothing_is_said_about_memory_that_is_well_used_or_whose_size_is_unknown
         assert not [finding for finding in findings_of(make_run(monitor=monitor)) if "GiB" in finding.text]
 
 
-def test_a_slow_first_step_is_named_and_kept_out_of_the_averages() -> None:
-    found = findings_of(make_run(first_extra_s=10.0))
-    assert found[-1].text.startswith("The first step took 20 s, the others 10 s (median)")
-    assert found[0].numbers["step_s"] == pytest.approx(10.0)
+def test_a_slow_first_step_is_kept_out_of_the_averages() -> None:
+    assert findings_of(make_run(first_extra_s=10.0))[0].numbers["step_s"] == pytest.approx(10.0)
 
 
 def test_a_run_in_which_everything_is_fine_gets_no_findings() -> None:

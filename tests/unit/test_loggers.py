@@ -13,7 +13,7 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics import loggers
 from rolepool.metrics.loggers import Loggers
-from rolepool.metrics.sampling import NodeSampler, Watched, pool_utilization
+from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
 
 
 def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
@@ -34,15 +34,10 @@ def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Full:
-        def __init__(self, *_: object) -> None: ...
+    def log(step: int, metrics: object) -> None:
+        raise OSError("no space left on device")
 
-        def log(self, step: int, metrics: object) -> None:
-            raise OSError("no space left on device")
-
-        def close(self) -> None: ...
-
-    monkeypatch.setitem(loggers.MAKERS, "tensorboard", Full)  # type: ignore[arg-type]
+    monkeypatch.setitem(loggers.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
     made.start(tmp_path)
@@ -70,20 +65,22 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
     busy = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     busy.start()
     assert busy.pid is not None
-    sampler = NodeSampler("here", [Watched(busy.pid, "big", 3, None)], {"big": ["actor"]})
+    monitor = NodeMonitor("here", [Watched(busy.pid, "big", 3, None)], {"big": ["actor"]})
     time.sleep(0.5)
-    (row,) = sampler.sample()["processes"]
+    (row,) = monitor.sample()["processes"]
     assert (row["pool"], row["rank"], row["roles"]) == ("big", 3, ["actor"])
     assert row["cpu_percent"] > 5 and row["memory_bytes"] > 2**20
     busy.kill()
     busy.join()
-    assert sampler.sample()["processes"] == []
+    assert monitor.sample()["processes"] == []
 
 
 def test_a_pools_utilization_is_that_of_its_gpus_and_without_them_of_its_processes() -> None:
     def sample(percent: float) -> dict[str, object]:
-        processes = [{"pool": pool, "cpu_percent": 80.0} for pool in ("big", "small")]
-        return {"gpus": [{"pools": ["big"], "utilization": percent}], "processes": processes}
+        processes = [{"pool": pool, "cpu_percent": 80.0, "memory_bytes": 2**30} for pool in ("big", "small")]
+        gpu = {"pools": ["big"], "utilization": percent, "memory_bytes": 2**31}
+        return {"gpus": [gpu], "processes": processes}
 
     assert pool_utilization([sample(10), sample(30)]) == {"pool/big/utilization": 20, "pool/small/utilization": 80}
     assert pool_utilization([]) == {}
+    assert pool_use(sample(10)) == {"big": (10, 2.0), "small": (80, 1.0)}

@@ -35,7 +35,7 @@ def make_hostile(run: Run) -> Run:
         hostile = operation if operation == "gen" else operation + HOSTILE  # steps begin with "gen"
         spans.append(Recorded(step, hostile, span._replace(parts=((HOSTILE, 0.1),))))
     config = {**run.config, "trainer": {**run.config["trainer"], "experiment_name": HOSTILE}}
-    rows = [{**row, f"val-core/{HOSTILE}": 1.0} for row in run.rows]
+    rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.rows.items()}
     return replace(run, name=HOSTILE, spans=spans, config=config, rows=rows, skipped={HOSTILE: 2})
 
 
@@ -118,7 +118,8 @@ def test_the_page_asks_for_nothing_from_outside() -> None:
 
 def test_a_diverged_loss_is_no_number_on_the_page() -> None:
     run = make_run()
-    run = replace(run, rows=[{**row, "actor/pg_loss": math.nan, "actor/ppo_kl": math.inf} for row in run.rows])
+    diverged = {"actor/pg_loss": math.nan, "actor/ppo_kl": math.inf}
+    run = replace(run, rows={step: {**row, **diverged} for step, row in run.rows.items()})
     curves = {chart["title"]: chart["series"][0] for chart in data_in(render(run))["curves"]}
     assert set(curves["Loss"]["mean"]) == set(curves["KL"]["max"]) == {None}
 
@@ -158,11 +159,9 @@ def test_a_span_on_the_timeline_is_whole_and_the_wait_before_it_named() -> None:
     assert lane["waits"][0] == ("data", ACTOR, "gen", 0.0, 4.0)
 
 
-def test_memory_comes_from_the_monitor_or_else_from_spans() -> None:
+def test_utilization_and_memory_of_a_pool_come_from_the_monitor() -> None:
     run = make_run()
-    spans = [each._replace(span=each.span._replace(peak_memory_bytes=2**30)) for each in run.spans]
-    (memory,) = page_data(replace(run, spans=spans))["usage"]
-    assert {(series["name"], *series["max"]) for series in memory["series"]} >= {(ACTOR, *[1.0] * 6)}
+    assert page_data(run)["usage"] == []
     process = {"pid": 1, "pool": CRITIC, "rank": 0, "roles": [], "cpu_percent": 80.0, "memory_bytes": 2**31}
     monitor = [{"time_s": 5.0, "node": "n", "gpus": [], "processes": [process, {**process, "cpu_percent": 40.0}]}]
     used, memory = page_data(replace(run, monitor=monitor))["usage"]
@@ -183,7 +182,7 @@ def check_bounds(run: Run, page: str) -> dict[str, Any]:
 def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes() -> None:
     run = make_long_run(600)
     slow = [each if each.step <= 300 else each._replace(span=each.span.on_clock(-5.0)) for each in run.spans]
-    rows = [{**row, "actor/pg_loss": 99.0} if row["step"] == 77 else row for row in run.rows]
+    rows = {**run.rows, 77: {**run.rows[77], "actor/pg_loss": 99.0}}
     data = check_bounds(run, render(replace(run, spans=slow, rows=rows)))
     labels = [window["label"] for window in data["timeline"]["windows"]]
     assert labels[0].endswith("(first)")

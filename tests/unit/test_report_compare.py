@@ -76,11 +76,9 @@ def test_numbers_are_those_of_the_rows_without_warm_up(folders: list[Path]) -> N
 def test_every_measure_asked_for_is_there(folders: list[Path]) -> None:
     lines = compare(read_runs(folders))
     measures = {line.measure for line in lines if line.run == "split"}
-    assert {"timing_s/step", "perf/throughput", "samples/s", "overlap/fraction", "overlap/saved_s"} <= measures
+    assert {"timing_s/step", "perf/throughput", "overlap/fraction", "overlap/saved_s"} <= measures
     assert {"pool/critic_pool/busy_fraction", "pool/critic_pool/peak_memory_gb (most)"} <= measures
     assert lines[0].measure == "timing_s/step" and lines[0].ratio is None
-    samples, step = (line_of(lines, name, "split") for name in ("samples/s", "timing_s/step"))
-    assert samples.mean == pytest.approx(64 / step.mean, rel=0.01)
     assert line_of(lines, "val-core (last)", "split").mean == pytest.approx(14 / 19)
     assert line_of(lines, "critic/score/mean (last 10%)", "standard").mean == pytest.approx((19 / 24 + 20 / 25) / 2)
 

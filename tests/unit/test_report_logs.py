@@ -139,7 +139,7 @@ def test_lines_of_metrics_that_are_cut_off_are_passed_over(tmp_path: Path) -> No
         '{"step": 1, "a": 1}\n[2]\n{"a": 3}\n\n{"step": 2, "a": "x"}\n{"step": 3, "a"'
     )
     (log,) = read_logs([tmp_path])
-    assert log.rows == {1: {"a": 1.0}, 2: {}}
+    assert log.rows == {1: {"a": 1.0}}
 
 
 def test_names_tell_runs_and_files_apart(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_names_tell_runs_and_files_apart(tmp_path: Path) -> None:
     (tmp_path / "y.log").write_text("step:1 - a:1\n")
     names = [log.name for log in read_logs([tmp_path / "a" / "x.log", tmp_path / "b" / "x.log", tmp_path / "y.log"])]
     assert len(set(names)) == 5
-    assert names[4] == "y" and names[0] == f"{tmp_path / 'a' / 'x'}, run 1"
+    assert names[4] == "y" and names[0] == f"{tmp_path / 'a' / 'x.log'}, run 1"
 
 
 @pytest.mark.parametrize("name", ["nothing.log", "empty", "words.log"])

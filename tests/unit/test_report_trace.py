@@ -35,21 +35,10 @@ SPANS = [
     recorded("ref", "b", 0, 6.0, 6.0, 4, (1,)),
     recorded("adv", DRIVER, 0, 6.0, 7.0, 0, (2, 3, 4, 77)),
 ]
-MONITOR = [
-    {
-        "time_s": AT_S - 1 + second,
-        "node": "n0",
-        "gpus": [
-            {"index": index, "utilization": 50.0, "memory_bytes": 8, "power_w": 9.0, "pools": []} for index in (0, 1)
-        ],
-        "processes": [],
-    }
-    for second in range(3)
-]
 
 
-def trace_of(path: Path, spans: list[Recorded], monitor: list[dict[str, Any]]) -> list[Event]:
-    run = Run(path, "run", {}, None, spans, [], monitor, {})
+def trace_of(path: Path, spans: list[Recorded]) -> list[Event]:
+    run = Run(path, "run", {}, None, spans, {}, [], {})
     write_trace(run, path / "trace.json")
     assert [file.name for file in path.iterdir()] == ["trace.json"]
     events: list[Event] = json.loads((path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -58,7 +47,7 @@ def trace_of(path: Path, spans: list[Recorded], monitor: list[dict[str, Any]]) -
 
 @pytest.fixture
 def events(tmp_path: Path) -> list[Event]:
-    return trace_of(tmp_path, SPANS, MONITOR)
+    return trace_of(tmp_path, SPANS)
 
 
 def of_kind(events: list[Event], kind: str) -> list[Event]:
@@ -71,7 +60,7 @@ def names(events: list[Event], what: str) -> dict[int, str]:
 
 
 def test_every_event_has_the_fields_its_kind_needs(events: list[Event]) -> None:
-    needed = {"M": {"pid", "args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"id"}, "f": {"id", "bp"}}
+    needed = {"M": {"pid", "args"}, "X": {"ts", "dur", "tid"}, "s": {"id"}, "f": {"id", "bp"}}
     assert {event["ph"] for event in events} == set(needed)
     for event in events:
         assert {"name", "pid", *needed[event["ph"]]} <= set(event)
@@ -85,7 +74,7 @@ def test_every_event_has_the_fields_its_kind_needs(events: list[Event]) -> None:
 
 def test_pools_are_processes_and_ranks_are_threads_by_name(events: list[Event]) -> None:
     processes, threads = names(events, "process_name"), names(events, "thread_name")
-    assert list(processes.values()) == ["a", "b", DRIVER, "node n0"]
+    assert list(processes.values()) == ["a", "b", DRIVER]
     assert list(threads.values()) == ["a rank 0", "a rank 1", "b rank 0", "driver rank 0"]
     for event in of_kind(events, "X"):
         assert threads[event["tid"]] == f"{processes[event['pid']]} rank {event['args']['rank']}"
@@ -95,7 +84,7 @@ def test_slices_are_the_spans_in_microseconds(events: list[Event]) -> None:
     slices = of_kind(events, "X")
     found = {(each["name"], each["args"]["pool"], each["args"]["rank"]): each for each in slices}
     assert len(found) == len(SPANS)
-    origin_s = MONITOR[0]["time_s"]
+    origin_s = SPANS[0].span.start_s
     for each in SPANS:
         event = found[each.operation, each.span.pool, each.span.rank]
         assert event["ts"] == pytest.approx((each.span.start_s - origin_s) * 1e6, abs=1)
@@ -158,16 +147,5 @@ def test_arrows_lead_from_the_slowest_rank_of_each_call_to_every_span_it_fed(eve
     ]
 
 
-def test_gpus_of_a_node_have_counters_of_memory_and_utilization(events: list[Event]) -> None:
-    counters = of_kind(events, "C")
-    assert {(each["name"], *each["args"].items()) for each in counters} == {
-        (f"GPU {index} {name}", (name, value))
-        for index in (0, 1)
-        for name, value in (("memory_bytes", 8), ("utilization_percent", 50.0))
-    }
-    times = [each["ts"] for each in counters if each["name"] == "GPU 1 memory_bytes"]
-    assert times == [0, 1_000_000, 2_000_000]
-
-
 def test_a_run_without_spans_gives_a_trace_without_slices(tmp_path: Path) -> None:
-    assert trace_of(tmp_path, [], []) == []
+    assert trace_of(tmp_path, []) == []

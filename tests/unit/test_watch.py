@@ -17,7 +17,8 @@ from rich.console import Console
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.report.watch import LAST_STEPS, Tail, Watched
+from rolepool.report.run import Lines
+from rolepool.report.watch import LAST_STEPS, Watched
 
 
 def text_of(watched: Watched) -> str:
@@ -94,25 +95,25 @@ def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: 
     assert "Traceback" not in shown
 
 
-def test_a_tail_reads_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
+def test_a_growing_file_gives_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    tail = Tail(path)
-    assert list(tail.read()) == []
+    lines: Lines[int] = Lines(path, json.loads)
+    assert list(lines.new()) == []
     path.write_text("1\n2\n3", encoding="utf-8")
-    assert list(tail.read()) == [1, 2]
+    assert list(lines.new()) == [1, 2]
     with path.open("a", encoding="utf-8") as file:
         file.write("4\n5\n")
-    assert list(tail.read()) == [34, 5]
-    assert list(tail.read()) == []
+    assert list(lines.new()) == [34, 5]
+    assert list(lines.new()) == []
     (tmp_path / "b").write_text("7\n", encoding="utf-8")
     (tmp_path / "b").replace(path)
-    assert list(tail.read()) == [7]
+    assert list(lines.new()) == [7]
 
 
 def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"n": {number}}}\n' for number in range(100_000)), encoding="utf-8")
-    numbers = [line["n"] for line in Tail(path, last_bytes=1000).read()]
+    numbers = [line["n"] for line in Lines(path, json.loads, last_bytes=1000).new()]
     assert 50 < len(numbers) < 100
     assert numbers[-1] == 99_999
 

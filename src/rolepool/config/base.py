@@ -41,9 +41,10 @@ def _not_zero(value: int) -> int:
     return value
 
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
-CountOrMinusOne = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)]
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+CountOrMinusOne = Annotated[int, Field(ge=-1, le=MAX_COUNT), AfterValidator(_not_zero)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rolepool.config.consistency import contradictions
-from rolepool.config.schema import Config, Key, all_keys, all_sections, default_tree
+from rolepool.config.schema import Config, Key, all_keys, all_sections
 from rolepool.config.unsupported import why_unsupported
 from rolepool.errors import ConfigError
 
@@ -36,12 +36,6 @@ class LoadedConfig:
 
     config: Config
     set_keys: frozenset[str]
-    files: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-
-    def with_overrides(self, *overrides: str) -> LoadedConfig:
-        """The same config with further `key=value` overrides on top."""
-        return load_config(self.files, (*self.overrides, *overrides))
 
     def value_of(self, path: str) -> Any:
         """The value in force of a key, as plain data."""
@@ -57,22 +51,19 @@ class LoadedConfig:
 
 def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
     """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with every problem."""
-    files, overrides = tuple(files), tuple(overrides)
     problems: list[str] = []
     leaves: dict[str, Any] = {}
     for file in files:
         for path, value in _flatten(_read_file(file, problems)):
             _take(path, value, leaves, problems)
     for override in overrides:
-        parsed = _parse_override(override, problems)
-        for path, value in _flatten_override(parsed):
+        for path, value in _flatten(_parse_override(override, problems)):
             _take(path, value, leaves, problems)
     tree, broken = _resolve(leaves, problems)
     config = _validate(tree, broken, frozenset(leaves), problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    assert config is not None
-    return LoadedConfig(config, frozenset(leaves), files, overrides)
+    return LoadedConfig(config, frozenset(leaves))
 
 
 def show(value: Any) -> str:
@@ -122,23 +113,28 @@ def _read_file(file: str, problems: list[str]) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()}
 
 
-def _parse_override(text: str, problems: list[str]) -> tuple[str, Any] | None:
-    """`a.b=c`, with Hydra's `+a.b=c` and `++a.b=c` as the same thing."""
+def _parse_override(text: str, problems: list[str]) -> dict[str, Any]:
+    """`a.b=c` as `{a: {b: c}}`, with Hydra's `+a.b=c` and `++a.b=c` as the same thing."""
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
         problems.append(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out for its default")
-        return None
+        return {}
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         problems.append(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
-        return None
+        return {}
     try:
         text.encode()
-        return path, _plain(_parse_value(value, all_keys().get(path)))
+        parsed: Any = _plain(_parse_value(value, all_keys().get(path)))
     except UNPARSABLE as error:
         problems.append(f"{path}={show(value)}: cannot be read as YAML ({_one_line(error)}); put text in quotes")
-        return None
+        return {}
+    *parents, leaf = path.split(".")
+    tree = {leaf: parsed}
+    for parent in reversed(parents):
+        tree = {parent: tree}
+    return tree
 
 
 def _parse_value(text: str, key: Key | None) -> Any:
@@ -161,20 +157,10 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """Leaves by dotted path. A mapping-valued key is one leaf; `_take` merges those of several files."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, dict) and (path in all_sections() or path not in all_keys()) and value:
+        if isinstance(value, dict) and value and path not in all_keys():
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
-
-
-def _flatten_override(parsed: tuple[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    if parsed is None:
-        return
-    path, value = parsed
-    if isinstance(value, dict) and path in all_sections():
-        yield from _flatten(value, f"{path}.")
-    else:
-        yield path, value
 
 
 def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) -> None:
@@ -183,28 +169,16 @@ def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) ->
         if value != {}:
             examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
             problems.append(f"{path}={show(value)}: is a group of keys; set one of them, such as {examples}")
-        return
-    if value == "???":
+    elif value == "???":
         problems.append(f"{path}=???: has no value yet; set one, or leave it out for the default")
-        return
-    owner = _owning_mapping(path)
-    before = leaves.get(path)
-    if path in all_keys():
-        leaves[path] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    elif owner is not None:
-        mapping = leaves.get(owner)
-        if owner == "placement.pools" and isinstance(mapping, dict):
-            mapping = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in mapping.items()}
-        nested: Any = value
-        for part in reversed(path[len(owner) + 1 :].split(".")):
-            nested = {part: nested}
-        leaves[owner] = _merged(mapping if isinstance(mapping, dict) else {}, nested)
+    elif path not in all_keys():
+        problems.append(f"{path}={show(value)}: {why_unsupported(path) or unknown_key(path)}")
+    elif isinstance(before := leaves.get(path), dict) and isinstance(value, dict):
+        if path == "placement.pools":  # so that a part of a pool may be set, however it was written before
+            before = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in before.items()}
+        leaves[path] = _merged(before, value)
     else:
-        problems.append(f"{path}={show(value)}: {why_unsupported(path) or _unknown(path)}")
-
-
-def _owning_mapping(path: str) -> str | None:
-    return next((key.path for key in all_keys().values() if key.is_mapping and path.startswith(f"{key.path}.")), None)
+        leaves[path] = value
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +189,8 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _unknown(path: str) -> str:
+def unknown_key(path: str) -> str:
+    """What is said of a key that does not exist."""
     meant = nearest_key(path)
     return f"unknown key; did you mean {meant}?" if meant else "unknown key; `rolepool config` lists all keys"
 
@@ -225,49 +200,40 @@ def _unknown(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def _defaults() -> DictConfig:
-    return OmegaConf.create(default_tree())
+    """Every key's default; those that follow another key as `${...}`."""
+    tree = OmegaConf.create()
+    for key in all_keys().values():
+        OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
+    return tree
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:
     """Defaults with the user's leaves on top and all `${...}` replaced; and the keys whose reference failed."""
+    tree = copy.deepcopy(_defaults())
     broken: set[str] = set()
-    merged = _with_leaves(leaves)
-    if merged is None:
-        broken = {path for path, value in leaves.items() if _with_leaves({path: value}) is None}
-        problems.extend(
-            f"{path}={show(leaves[path])}: the ${{...}} in it is not closed or not a key" for path in sorted(broken)
-        )
-        merged = _with_leaves({path: value for path, value in leaves.items() if path not in broken})
-        assert merged is not None
+    for path, value in leaves.items():
+        try:
+            OmegaConf.update(tree, path, value, merge=False)
+        except UNPARSABLE:
+            problems.append(f"{path}={show(value)}: the ${{...}} in it is not closed or not a key")
+            broken.add(path)
     for path in [path for path in leaves if path not in broken and "${" in str(leaves[path])]:
         try:
-            resolved = OmegaConf.select(merged, path, throw_on_resolution_failure=True)
+            resolved = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
             if OmegaConf.is_config(resolved):
                 OmegaConf.to_container(resolved, resolve=True)
         except UNPARSABLE as error:
             reason = "refers to itself" if isinstance(error, RecursionError) else _one_line(error)
             problems.append(f"{path}={show(leaves[path])}: the reference cannot be resolved ({reason})")
             broken.add(path)
-    if broken:
-        merged = _with_leaves({path: value for path, value in leaves.items() if path not in broken})
-        assert merged is not None
-    container = OmegaConf.to_container(merged, resolve=True)
+    for path in broken:
+        OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
+    container = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}, broken
 
 
-def _with_leaves(leaves: dict[str, Any]) -> DictConfig | None:
-    """Defaults with the leaves in their places; None where a `${...}` cannot be parsed."""
-    tree = copy.deepcopy(_defaults())
-    try:
-        for path, value in leaves.items():
-            OmegaConf.update(tree, path, value, merge=False)
-    except UNPARSABLE:
-        return None
-    return tree
-
-
-def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config | None:
+def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config:
     """Check every key, then, with the wrong ones back at their defaults, every rule that does not touch those.
 
     A key that follows a wrong one is wrong too, but the user did not write it: only the written one is reported.
@@ -276,25 +242,20 @@ def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], 
         config = Config.model_validate(tree)
     except ValidationError as error:
         items = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
-        wrong = {leaf for leaf, _ in items}
         problems.extend(_sentence(item) for leaf, item in items if leaf in set_keys)
         defaults = OmegaConf.to_container(_defaults(), resolve=True)
-        for path in wrong:
+        broken = broken | {leaf for leaf, _ in items}
+        for path in broken:
             _copy_leaf(path, defaults, tree)
         config = Config.model_validate(tree)
-        broken = broken | wrong
-    problems.extend(rule.message for rule in contradictions(config) if broken.isdisjoint(rule.keys))
+    problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     return config
 
 
 def _leaf_of(location: tuple[int | str, ...]) -> str:
-    """The longest prefix of pydantic's location that is one of our keys."""
-    parts = [str(part) for part in location]
-    for length in range(len(parts), 0, -1):
-        path = ".".join(parts[:length])
-        if path in all_keys():
-            return path
-    raise AssertionError(f"no key at {location}")
+    """The key of ours that pydantic's location is in."""
+    place = "".join(f"{part}." for part in location)
+    return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
 def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
@@ -304,49 +265,16 @@ def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
     target[leaf] = source[leaf]
 
 
-ALLOWED = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text; put it in quotes",
-    "tuple_type": "must be a list, such as [1,2]",
-    "dict_type": "must be a mapping, such as {name: value}",
-    "model_type": "must be a list such as [2,2], or {per_node: [2,2], share: 0.5}",
-    "finite_number": "must be a finite number",
-    "extra_forbidden": "is not known here; a pool has per_node and share",
-    "missing": "is missing",
-    "string_pattern_mismatch": "must be letters, digits, _ and -, not starting with a digit",
-}
-
-
 def _sentence(item: Any) -> str:
     """One pydantic error as key, value and what is allowed."""
-    location = [str(part) for part in item["loc"] if part != "[key]"]
-    kind, context = item["type"], item.get("ctx", {})
-    if kind in ("missing", "too_long") and "betas" in location:
-        allowed = "must be a pair, such as [0.9,0.999]"
-    elif kind in ALLOWED:
-        allowed = ALLOWED[kind]
-    elif kind == "literal_error":
-        allowed = f"must be one of {context['expected'].replace(chr(39), '').replace(' or ', ', ')}"
-    elif kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
-        word = {
-            "greater_than_equal": "at least",
-            "greater_than": "over",
-            "less_than_equal": "at most",
-            "less_than": "under",
-        }
-        (limit,) = context.values()
-        allowed = f"must be {word[kind]} {limit}"
-    elif kind == "value_error":
-        allowed = str(context["error"])
-    else:
-        allowed = item["msg"][:1].lower() + item["msg"][1:]
-    key = all_keys().get(".".join(location))
-    if key is not None and key.type_text.endswith("or null"):
-        allowed += ", or null"
-    value = "" if kind == "missing" else f"={show(item['input'])}"
-    return f"{'.'.join(location)}{value}: {allowed}"
+    path, leaf = ".".join(str(part) for part in item["loc"] if part != "[key]"), _leaf_of(item["loc"])
+    allowed = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if path == leaf and item["type"] not in ("value_error", "finite_number", "less_than_equal"):
+        allowed = f"must be {all_keys()[path].type_text}"
+    allowed += "; put it in quotes" if item["type"] == "string_type" else ""
+    allowed += f"; see `rolepool config {leaf}`" if path != leaf else ""
+    value = "" if item["type"] == "missing" else f"={show(item['input'])}"
+    return f"{path}{value}: {allowed[:1].lower()}{allowed[1:]}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -354,8 +282,3 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if text.isprintable() else repr(text)
-
-
-def changed_keys(loaded: LoadedConfig) -> Sequence[str]:
-    """The keys the user set, in the order of the schema."""
-    return [path for path in all_keys() if path in loaded.set_keys]

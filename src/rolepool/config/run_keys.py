@@ -159,7 +159,9 @@ class Pool(Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_a_plain_list(cls, value: Any) -> Any:
-        return {"per_node": value} if isinstance(value, list | tuple) else value
+        if not isinstance(value, list | tuple | dict):
+            raise ValueError("must be a list such as [2,2], or {per_node: [2,2], share: 0.5}")
+        return value if isinstance(value, dict) else {"per_node": value}
 
     @field_validator("per_node")
     @classmethod

@@ -4,21 +4,7 @@ Knows no process and no model; `demo` alone makes model folders, with random wei
 """
 
 from rolepool.data.loader import PromptLoader, validation_batches
-from rolepool.data.prompts import Prompt, PromptSet, train_prompts, val_prompts
-from rolepool.data.rewards import RewardError, RewardFunction, Scored, load_reward_function, score_batch
+from rolepool.data.prompts import PromptSet, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 
-__all__ = [
-    "Prompt",
-    "PromptLoader",
-    "PromptSet",
-    "RewardError",
-    "RewardFunction",
-    "Scored",
-    "load_reward_function",
-    "load_tokenizer",
-    "score_batch",
-    "train_prompts",
-    "val_prompts",
-    "validation_batches",
-]
+__all__ = ["PromptLoader", "PromptSet", "load_tokenizer", "train_prompts", "val_prompts", "validation_batches"]

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,10 @@ from transformers.utils import logging as transformers_logging
 
 from rolepool.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 """Changes with anything that is written, so that folders of an older version are made anew."""
 
+SEED = 1
 LETTERS = "abcdefgh"
 NUM_LETTERS_PER_PROMPT = 4
 NUM_VAL_PROMPTS = 256
@@ -55,46 +55,51 @@ CHAT_TEMPLATE = (
 MARKER = "made_by_rolepool.json"
 
 
-@dataclass(frozen=True)
 class Demo:
-    """Where the demo's files are."""
+    """Where the demo's files are: models with their tokenizer, the reward model with one label, and the prompts."""
 
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        """Model and tokenizer, for `actor_rollout_ref.model.path` and `critic.model.path`."""
-        return self.folder / "model"
-
-    @property
-    def reward_model(self) -> Path:
-        """For `reward_model.model.path`; `make_reward_model` makes it."""
-        return self.folder / "reward_model"
-
-    @property
-    def train_file(self) -> Path:
-        return self.folder / "train.jsonl"
-
-    @property
-    def val_file(self) -> Path:
-        return self.folder / "val.jsonl"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        self.reward_model = folder / "reward_model"
+        self.train_file = folder / "train.jsonl"
+        self.val_file = folder / "val.jsonl"
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:
-    """The demo in this folder; made when it is not there yet."""
+    """The demo in this folder; made when it is not there yet, under a temporary name that is then changed."""
     demo = Demo(Path(folder))
-    _make_once(demo.folder, "demo", _write_demo)
+    place, version = demo.folder, _version_of(demo.folder)
+    if version == VERSION:
+        return demo
+    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and version is None)):
+        raise ConfigError(f"{place}: is in the way of the demo and was not made by rolepool; move it")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
+    try:
+        temporary.chmod(0o755)  # mkdtemp lets nobody else read
+        new, old = Demo(temporary / "new"), temporary / "old"
+        new.folder.mkdir()
+        _write(new)
+        if _version_of(place) not in (None, VERSION):
+            with suppress(FileNotFoundError):  # another process has moved it away
+                place.rename(old)
+        try:
+            new.folder.rename(place)
+        except OSError:
+            if _version_of(place) != VERSION:  # else another process was faster, and its folder is the same as ours
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return demo
 
 
-def make_reward_model(folder: str | os.PathLike[str]) -> Path:
-    """A reward model for the demo's vocabulary in this folder, with random weights; made when it is not there yet.
-
-    A sequence-classification model with one label and the demo model's trunk shape. It knows nothing of the task: it
-    is for trying out the reward-model path.
-    """
-    _make_once(Path(folder), "reward_model", _write_reward_model)
-    return Path(folder)
+def _version_of(folder: Path) -> Any:
+    """What a finished folder says about itself; None where it says nothing."""
+    try:
+        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # --- the task -----------------------------------------------------------------------------------------------------
@@ -118,21 +123,17 @@ def _rows(numbers: list[int], split: str) -> Iterator[dict[str, Any]]:
         }
 
 
-# --- the folders --------------------------------------------------------------------------------------------------
+# --- the folder ---------------------------------------------------------------------------------------------------
 
 
-def _write_demo(folder: Path) -> None:
+def _write(demo: Demo) -> None:
     numbers = list(range(len(LETTERS) ** NUM_LETTERS_PER_PROMPT))
-    random.Random(VERSION).shuffle(numbers)
-    _write_rows(folder / "val.jsonl", _rows(numbers[:NUM_VAL_PROMPTS], "val"))
-    _write_rows(folder / "train.jsonl", _rows(numbers[NUM_VAL_PROMPTS:], "train"))
-    _write_model(folder / "model", LlamaForCausalLM, _model_config())
-
-
-def _write_reward_model(folder: Path) -> None:
-    config = _model_config()
-    config.num_labels = 1
-    _write_model(folder, LlamaForSequenceClassification, config)
+    random.Random(SEED).shuffle(numbers)
+    _write_rows(demo.val_file, _rows(numbers[:NUM_VAL_PROMPTS], "val"))
+    _write_rows(demo.train_file, _rows(numbers[NUM_VAL_PROMPTS:], "train"))
+    _write_model(demo.model, LlamaForCausalLM, _model_config())
+    _write_model(demo.reward_model, LlamaForSequenceClassification, _model_config(num_labels=1))
+    (demo.folder / MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
 
 
 def _write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
@@ -141,7 +142,7 @@ def _write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 def _write_model(folder: Path, model_class: Callable[[LlamaConfig], PreTrainedModel], config: LlamaConfig) -> None:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
-        torch.manual_seed(VERSION)
+        torch.manual_seed(SEED)
         model = model_class(config)
     with _no_progress_bars():
         model.save_pretrained(folder)
@@ -159,7 +160,7 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _model_config() -> LlamaConfig:
+def _model_config(**more: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
@@ -173,6 +174,7 @@ def _model_config() -> LlamaConfig:
         pad_token_id=VOCABULARY.index(PAD),
         eos_token_id=VOCABULARY.index(EOS),
         bos_token_id=None,
+        **more,
     )
 
 
@@ -185,41 +187,3 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-# --- whole or absent ----------------------------------------------------------------------------------------------
-
-
-def _make_once(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name and rename it; nothing to do where this version of it is already."""
-    made = {"kind": kind, "version": VERSION}
-    if _marker(folder) == made:
-        return
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _marker(folder) is None)):
-        raise ConfigError(f"{folder}: is in the way of the demo's {kind} and was not made by rolepool; move it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)  # mkdtemp lets nobody else read
-        new, old = temporary / "new", temporary / "old"
-        new.mkdir()
-        write(new)
-        (new / MARKER).write_text(json.dumps(made) + "\n", encoding="utf-8")
-        if _marker(folder) not in (None, made):
-            with suppress(FileNotFoundError):  # another process has moved it away
-                folder.rename(old)
-        try:
-            new.rename(folder)
-        except OSError:
-            if _marker(folder) != made:  # else another process was faster, and its folder is the same as ours
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _marker(folder: Path) -> Any:
-    """What a finished folder says about itself; None where it says nothing."""
-    try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

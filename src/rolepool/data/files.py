@@ -12,7 +12,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
@@ -22,35 +22,9 @@ from rolepool.errors import ConfigError, DataError
 Row = dict[str, Any]
 
 
-class RowFile(Protocol):
-    """A file of rows, numbered from 0."""
+class JsonlRows:
+    """Rows numbered from 0."""
 
-    def __len__(self) -> int: ...
-
-    def row(self, number: int) -> Row:
-        """The row with this number; a DataError with its name where it cannot be read."""
-
-    def name(self, number: int) -> str:
-        """How an error names this row: the file, and where in it the row stands."""
-
-
-def open_rows(path: str, key: str, columns: Sequence[str]) -> RowFile:
-    """The rows of one file; `key` is the config key that names it, `columns` are all that will be looked at."""
-    file = Path(path).expanduser()
-    if "://" in path:
-        raise ConfigError(f"{key}={path}: only local files are read; copy it to a folder that every node sees")
-    if file.is_dir():
-        raise ConfigError(f"{key}={path}: is a folder; name the .parquet or .jsonl files in it")
-    if not file.is_file():
-        raise ConfigError(f"{key}={path}: there is no such file (looked in {file.absolute().parent})")
-    if file.suffix == ".parquet":
-        return _ParquetRows(file, key, columns)
-    if file.suffix in (".jsonl", ".json"):
-        return _JsonlRows(file)
-    raise ConfigError(f"{key}={path}: prompts are read from .parquet and .jsonl files, not from {file.suffix!r}")
-
-
-class _JsonlRows:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._starts = array("Q")
@@ -67,6 +41,7 @@ class _JsonlRows:
         return len(self._starts)
 
     def name(self, number: int) -> str:
+        """How an error names this row."""
         return f"{self._file}, line {self._lines[number]}"
 
     def row(self, number: int) -> Row:
@@ -84,7 +59,9 @@ class _JsonlRows:
         return row
 
 
-class _ParquetRows:
+class ParquetRows:
+    """Rows numbered from 0."""
+
     def __init__(self, file: Path, key: str, columns: Sequence[str]) -> None:
         self._file = file
         try:
@@ -106,3 +83,19 @@ class _ParquetRows:
     def row(self, number: int) -> Row:
         (row,) = self._table.slice(number, 1).to_pylist()
         return dict(row)
+
+
+def open_rows(path: str, key: str, columns: Sequence[str]) -> JsonlRows | ParquetRows:
+    """The rows of one file; `key` is the config key that names it, `columns` are all that will be looked at."""
+    file = Path(path).expanduser()
+    if "://" in path:
+        raise ConfigError(f"{key}={path}: only local files are read; copy it to a folder that every node sees")
+    if file.is_dir():
+        raise ConfigError(f"{key}={path}: is a folder; name the .parquet or .jsonl files in it")
+    if not file.is_file():
+        raise ConfigError(f"{key}={path}: there is no such file (looked in {file.absolute().parent})")
+    if file.suffix == ".parquet":
+        return ParquetRows(file, key, columns)
+    if file.suffix in (".jsonl", ".json"):
+        return JsonlRows(file)
+    raise ConfigError(f"{key}={path}: prompts are read from .parquet and .jsonl files, not from {file.suffix!r}")

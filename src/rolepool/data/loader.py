@@ -12,11 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rolepool.data.prompts import PromptSet
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
+
+WHAT_IT_IS = {
+    "num_rows": "the number of prompts",
+    "digest": "the prompts themselves (files, tokenizer or template)",
+    "seed": "the seed (data.seed, or trainer.seed where that is null)",
+    "shuffle": "data.shuffle",
+}
+"""That a position in the data belongs to."""
 
 
 class PromptLoader:
@@ -56,24 +63,15 @@ class PromptLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where `state_dict` was called. A DataError when that was in other data or in another order."""
-        names = {
-            "num_rows": "the number of prompts",
-            "digest": "the prompts themselves (files, tokenizer or template)",
-            "seed": "the seed (data.seed, or trainer.seed where that is null)",
-            "shuffle": "data.shuffle",
-        }
         try:
-            changed = [
-                f"{names[key]}: {state[key]} then, {value} now" if key != "digest" else names[key]
-                for key, value in self._identity().items()
-                if state[key] != value
-            ]
             epoch, index = int(state["epoch"]), int(state["index"])
+            changed = {key: (state[key], now) for key, now in self._identity().items() if state[key] != now}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
+            said = "; ".join(f"{WHAT_IT_IS[key]}: {then} then, {now} now" for key, (then, now) in changed.items())
             raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data. Changed: {'; '.join(changed)}. "
+                f"the saved position in {self._prompts.key} belongs to other data. Changed: {said}. "
                 "Put that back, or start anew with trainer.resume_mode=disable"
             )
         if epoch < 0 or not 0 <= index < len(self._prompts):
@@ -98,14 +96,9 @@ class PromptLoader:
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._index = epoch, 0
-        self._order = epoch_order(len(self._prompts), self._seed, epoch, shuffle=self._shuffle)
-
-
-def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
-    """The row numbers in the order of this epoch."""
-    if not shuffle:
-        return np.arange(num_rows)
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+        self._order = np.arange(len(self._prompts))
+        if self._shuffle:
+            np.random.default_rng([self._seed, epoch]).shuffle(self._order)
 
 
 def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:

@@ -20,7 +20,7 @@ from decimal import Decimal, InvalidOperation
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,38 +60,22 @@ def position_match(solution_str: str, ground_truth: Any) -> float:
     return num_right / max(len(given), len(wanted), 1)
 
 
-_NUMBER = r"[-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_FINAL_ANSWER = re.compile(rf"####\s*({_NUMBER})")
-_ANY_NUMBER = re.compile(_NUMBER)
+_FINAL_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 _TAIL_CHARACTERS = 300  # the answer stands at the end; looking further back only costs time
 
 
-def extract_final_answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Decimal | None:
-    """The number a response ends with. `strict`: the last one after `####`; `flexible`: the last one of any kind.
-
-    Thousands separators and currency signs are left out. None when there is no such number.
-    """
-    pattern = _FINAL_ANSWER if method == "strict" else _ANY_NUMBER
-    found = pattern.findall(solution_str[-_TAIL_CHARACTERS:])
+def extract_final_answer(solution_str: str) -> Decimal | None:
+    """The last number after `####`, without thousands separators and currency signs; None when there is none."""
+    found = _FINAL_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
     return _as_decimal(found[-1]) if found else None
 
 
-def gsm8k(
-    solution_str: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
-) -> float:
-    """1 when the final answer is the same number as the ground truth, `format_score` for any other final answer."""
+def gsm8k(solution_str: str, ground_truth: Any) -> float:
+    """1 when the final answer is the same number as the ground truth."""
     wanted = _as_decimal(str(ground_truth))
     if wanted is None:
         raise DataError(f"the ground truth {ground_truth!r} is not a number")
-    answer = extract_final_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return 1.0 if answer == wanted else format_score
-
-
-def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
-    """`gsm8k` with the last number of any kind as the final answer."""
-    return gsm8k(solution_str, ground_truth, method="flexible")
+    return float(extract_final_answer(solution_str) == wanted)
 
 
 def _as_decimal(text: str) -> Decimal | None:
@@ -105,7 +89,6 @@ RULES: Mapping[str, Rule] = {
     "exact_match": exact_match,
     "position_match": position_match,
     "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
     "openai/gsm8k": gsm8k,
 }
 

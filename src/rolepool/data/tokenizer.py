@@ -22,11 +22,7 @@ def load_tokenizer(
     place = str(folder) if folder.exists() else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # what from_pretrained raises when files are missing or not its own
+    except (OSError, ValueError, KeyError) as error:  # files are missing or not its own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{key}={path}: no tokenizer can be loaded from there: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -156,6 +156,19 @@ class Timeline(list[Recorded]):
         return self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
 
 
+def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
+    """`timing_s/NAME` of each operation: the slowest rank of each call, calls added up. What the driver waited for does
+    not count."""
+    slowest_s: dict[tuple[str, int], float] = {}
+    for _, operation, span in spans:
+        call = (operation, span.call)
+        slowest_s[call] = max(slowest_s.get(call, 0.0), span.duration_s)
+    times: dict[str, float] = {}
+    for (operation, _), seconds in slowest_s.items():
+        times[f"timing_s/{operation}"] = times.get(f"timing_s/{operation}", 0.0) + seconds
+    return times
+
+
 def indexed(spans: Sequence[Recorded]) -> Timeline:
     return spans if isinstance(spans, Timeline) else Timeline(spans)
 

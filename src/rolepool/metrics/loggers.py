@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError
@@ -18,10 +19,8 @@ from rolepool.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class MetricLogger(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+Log = Callable[[int, Mapping[str, float]], None]
+Close = Callable[[], None]
 
 
 class Loggers:
@@ -30,7 +29,7 @@ class Loggers:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._names = [name for name in config.trainer.logger if name in MAKERS]
-        self._loggers: dict[str, MetricLogger] = {}
+        self._loggers: dict[str, tuple[Log, Close]] = {}
         missing = [name for name in self._names if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(
@@ -40,82 +39,65 @@ class Loggers:
 
     def start(self, folder: Path) -> None:
         for name in self._names:
-            try:
+            with self._going_on_without(name):
                 self._loggers[name] = MAKERS[name](self._config, folder)
-            except Exception as error:  # whatever it is, training goes on without it
-                _warn(name, error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, one in list(self._loggers.items()):
-            try:
-                one.log(step, metrics)
-            except Exception as error:  # as above
-                _warn(name, error)
-                del self._loggers[name]
+        for name, (log, _) in list(self._loggers.items()):
+            with self._going_on_without(name):
+                log(step, metrics)
 
     def close(self) -> None:
-        for name, one in self._loggers.items():
-            try:
-                one.close()
-            except Exception as error:  # as above
-                _warn(name, error)
+        for name, (_, close) in list(self._loggers.items()):
+            with self._going_on_without(name):
+                close()
+
+    @contextmanager
+    def _going_on_without(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, training goes on
+            logger.warning("trainer.logger: %s failed and is left out from now on: %r", name, error)
+            self._loggers.pop(name, None)
 
 
-class TensorBoard:
-    def __init__(self, config: Config, folder: Path) -> None:
-        from tensorboard.summary import Writer
+def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
+    from tensorboard.summary import Writer
 
-        self._writer: Any = Writer(str(folder / "tensorboard"))
+    writer: Any = Writer(str(folder / "tensorboard"))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    def __init__(self, config: Config, folder: Path) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            project=config.trainer.project_name,
-            name=config.trainer.experiment_name,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return log, writer.close
 
 
-class MLflow:
-    def __init__(self, config: Config, folder: Path) -> None:
-        import mlflow
+def _wandb(config: Config, folder: Path) -> tuple[Log, Close]:
+    import wandb
 
-        self._mlflow: Any = mlflow
-        mlflow.set_experiment(config.trainer.project_name)
-        mlflow.start_run(run_name=config.trainer.experiment_name)
+    keys = config.model_dump(mode="json")
+    names: dict[str, Any] = {"project": config.trainer.project_name, "name": config.trainer.experiment_name}
+    run: Any = wandb.init(**names, dir=str(folder), config=keys)
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+
+def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
+    import mlflow
+
+    mlflow.set_experiment(config.trainer.project_name)
+    mlflow.start_run(run_name=config.trainer.experiment_name)
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         # Its names allow neither "@" nor some others.
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    return log, mlflow.end_run
 
 
-MAKERS: dict[str, type[TensorBoard] | type[Wandb] | type[MLflow]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": MLflow,
+MAKERS: dict[str, Callable[[Config, Path], tuple[Log, Close]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
 }
-
-
-def _warn(name: str, error: Exception) -> None:
-    logger.warning("trainer.logger: %s failed and is left out from now on: %r", name, error)

@@ -1,13 +1,14 @@
 """The run folder: what a run writes down, so that every number can be traced back.
 
-Owns the names of its files and how they are written: whole files by rename, rows by appended lines.
+Owns the names of its files and how they are written: whole files by rename, rows by appended lines; and how a row and
+a curve look in one line of text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ NAMES = (
     "checkpoints",
 )
 """All that a run writes."""
+
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunFolder:
@@ -55,21 +59,14 @@ class RunFolder:
                 path.rename(aside / path.name)
 
     def write(self, name: str, text: str) -> None:
-        """A whole file, or the old one as it was."""
-        final = self.path / name
-        temporary = final.with_name(f".tmp-{final.name}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(final)
+        write_whole(self.path / name, [text])
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._append("metrics.jsonl", json.dumps({"step": step, **metrics}))
+        self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
-        lines = [
-            json.dumps({"step": step, "operation": operation, **span._asdict()}) for step, operation, span in recorded
-        ]
-        if lines:
-            self._append("spans.jsonl", "\n".join(lines))
+        lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
+        self._append("spans.jsonl", map(json.dumps, lines))
 
     def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """What a validation generated, one row each."""
@@ -78,12 +75,10 @@ class RunFolder:
 
     def add_monitor(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """What monitors saw of GPUs and processes."""
-        lines = [json.dumps(sample) for sample in samples]
-        if lines:
-            self._append("monitor.jsonl", "\n".join(lines))
+        self._append("monitor.jsonl", map(json.dumps, samples))
 
     def add_log(self, line: str) -> None:
-        self._append("train.log", line)
+        self._append("train.log", [line])
 
     def _forget_after(self, step: int) -> None:
         for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
@@ -92,14 +87,31 @@ class RunFolder:
                 lines = file.read_text(encoding="utf-8").splitlines()
                 self.write(name, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
 
-    def _append(self, name: str, line: str) -> None:
+    def _append(self, name: str, lines: Iterable[str]) -> None:
+        text = "".join(f"{line}\n" for line in lines)
         with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(text)
+
+
+def write_whole(path: Path, pieces: Iterable[str]) -> Path:
+    """Write a whole file, or leave the old one as it was."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(pieces)
+    return temporary.replace(path)
 
 
 def console_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step:N - key:value - key:value ...`"""
     return " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
+    low, high = min(0.0, *values), max(1.0, *values)
+    groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    means = [sum(group) / len(group) for group in groups if group]
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
 
 
 def _step_of(line: str) -> int:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import psutil
@@ -29,16 +30,32 @@ class Watched(NamedTuple):
     gpu: int | None
 
 
-class NodeSampler:
-    """Takes samples of one node. The first sample's CPU percentages count from its making."""
+class NodeMonitor:
+    """Samples its node in a thread, and holds the samples until asked: the run folder may be out of its sight."""
 
     def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, Sequence[str]]) -> None:
         self._node = node
         self._roles = roles
         self._processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
-        self._gpus = _gpu_handles(sorted({one.gpu for one in watched if one.gpu is not None}))
+        indices = sorted({one.gpu for one in watched if one.gpu is not None})
+        if indices:
+            pynvml.nvmlInit()
+        self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._held: deque[dict[str, Any]] = deque(maxlen=MAX_HELD)
         for process in self._processes.values():
-            process.cpu_percent()
+            process.cpu_percent()  # those of the first sample count from here
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def take(self) -> list[dict[str, Any]]:
+        """The samples since the last time."""
+        return [self._held.popleft() for _ in range(len(self._held))]
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s += INTERVAL_S
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            self._held.append(self.sample())
 
     def sample(self) -> dict[str, Any]:
         return {
@@ -65,52 +82,36 @@ class NodeSampler:
             cpu_percent, memory = self._processes[one].cpu_percent(), self._processes[one].memory_info().rss
         except psutil.Error:
             return None
-        roles = list(self._roles.get(one.pool, ()))
         return {
             "pid": one.pid,
             "pool": one.pool,
             "rank": one.rank,
-            "roles": roles,
+            "roles": list(self._roles.get(one.pool, ())),
             "cpu_percent": cpu_percent,
             "memory_bytes": memory,
         }
 
 
-class NodeMonitor:
-    """Samples its node in a thread, and holds the samples until asked: the run folder may be out of its sight."""
-
-    def __init__(self, node: str, watched: list[Watched], roles: dict[str, list[str]]) -> None:
-        self._sampler = NodeSampler(node, watched, roles)
-        self._held: deque[dict[str, Any]] = deque(maxlen=MAX_HELD)
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        due_s = time.monotonic()
-        while True:
-            due_s += INTERVAL_S
-            time.sleep(max(0.0, due_s - time.monotonic()))
-            self._held.append(self._sampler.sample())
-
-    def take(self) -> list[dict[str, Any]]:
-        """The samples since the last time."""
-        return [self._held.popleft() for _ in range(len(self._held))]
+def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Of each pool its utilization in percent (mean) and memory in GiB (most): of its GPUs, or of its processes, of a
+    core each, where it has none."""
+    of_gpus: dict[str, list[tuple[float, int]]] = {}
+    of_processes: dict[str, list[tuple[float, int]]] = {}
+    for gpu in sample["gpus"]:
+        for pool in gpu["pools"]:
+            of_gpus.setdefault(pool, []).append((gpu["utilization"], gpu["memory_bytes"]))
+    for process in sample["processes"]:
+        of_processes.setdefault(process["pool"], []).append((process["cpu_percent"], process["memory_bytes"]))
+    return {
+        pool: (fmean(percent for percent, _ in used), max(num_bytes for _, num_bytes in used) / 2**30)
+        for pool, used in {**of_processes, **of_gpus}.items()
+    }
 
 
 def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """`pool/NAME/utilization` in percent: of the pool's GPUs, or of a core per process where it has none."""
-    of_gpus: dict[str, list[float]] = {}
-    of_processes: dict[str, list[float]] = {}
+    """`pool/NAME/utilization` in percent."""
+    found: dict[str, list[float]] = {}
     for sample in samples:
-        for gpu in sample["gpus"]:
-            for pool in gpu["pools"]:
-                of_gpus.setdefault(pool, []).append(gpu["utilization"])
-        for process in sample["processes"]:
-            of_processes.setdefault(process["pool"], []).append(process["cpu_percent"])
-    return {f"pool/{pool}/utilization": sum(all_) / len(all_) for pool, all_ in {**of_processes, **of_gpus}.items()}
-
-
-def _gpu_handles(indices: Sequence[int]) -> dict[int, Any]:
-    if not indices:
-        return {}
-    pynvml.nvmlInit()
-    return {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        for pool, (percent, _) in pool_use(sample).items():
+            found.setdefault(pool, []).append(percent)
+    return {f"pool/{pool}/utilization": fmean(percents) for pool, percents in found.items()}

@@ -7,7 +7,7 @@ of other nodes are moved to it before they are written down.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -61,17 +61,3 @@ def driver_span(method: str, call: int, after: tuple[int, ...] = ()) -> Iterator
     ended: list[Span] = []
     yield lambda: ended[0]
     ended.append(Span(DRIVER, "trainer", 0, method, start_s, start_s, time.time(), node=DRIVER, call=call, after=after))
-
-
-def extent_s(spans: Iterable[Span]) -> float:
-    """Time from the first start to the last end."""
-    spans = list(spans)
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
-
-
-def overlap_s(one: Iterable[Span], other: Iterable[Span]) -> float:
-    """How long both sets of spans were under way at the same time, each taken from its first start to its last end."""
-    one, other = list(one), list(other)
-    start = max(min(span.start_s for span in spans) for spans in (one, other))
-    end = min(max(span.end_s for span in spans) for spans in (one, other))
-    return max(0.0, end - start)

@@ -5,6 +5,7 @@ Owns the comparison as numbers, as a table, a picture and a page. Every number c
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import count, groupby
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
@@ -20,7 +22,7 @@ from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import lanes, step_bounds
 from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
-from rolepool.report.logs import Rows, cut_into_runs, distinct_names
+from rolepool.report.logs import distinct_names
 from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
 from rolepool.report.run import Run, read_run, value_at
 
@@ -51,6 +53,9 @@ WORK_KEYS = (
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
 """With fewer, an interval would claim more than they say."""
+
+ONCE = ("(most)", "(last 10%)", "(last)")
+"""Ends of measures that are not of single steps."""
 
 LETTER = 0.0075
 """Width of a letter in a bar, as a part of the time axis."""
@@ -91,6 +96,8 @@ class Line(NamedTuple):
         return [self.measure, self.run, *numbers, f"{value:.3f}", interval, self.ratio.verdict]
 
 
+TABLE_WIDTH = 200
+"""In a file or a narrow terminal no column is cut."""
 COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
 
 
@@ -113,18 +120,18 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
     """Every measure of every run, by measure and then in the order of the runs; ratios to the first run."""
-    by_step = {name: _measures_of_steps(run) for name, run in runs.items()}
-    by_run = {name: _measures_of_run(run) for name, run in runs.items()}
-    first = next(iter(runs))
-    lines = []
-    for measure in _in_order({measure for measures in by_step.values() for measure in measures}):
-        for name, values in ((name, measures[measure]) for name, measures in by_step.items() if measure in measures):
-            has_ratio = name != first and measure in by_step[first]
-            ratio = ratio_of_means(by_step[first][measure], values) if has_ratio else None
-            p50, p95 = np.quantile(values, [0.5, 0.95])
-            lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
-    for measure in sorted({measure for measures in by_run.values() for measure in measures}):
-        lines += [Line(measure, name, measures[measure]) for name, measures in by_run.items() if measure in measures]
+    by_run = {name: _measures(run) for name, run in runs.items()}
+    first = next(iter(by_run.values()))
+    lines: list[Line] = []
+    for measure in _in_order({measure for measures in by_run.values() for measure in measures}):
+        for name, values in ((name, measures[measure]) for name, measures in by_run.items() if measure in measures):
+            line = Line(measure, name, float(np.mean(values)))
+            if not measure.endswith(ONCE):
+                p50, p95 = np.quantile(values, [0.5, 0.95])
+                has_ratio = measure in first and values is not first[measure]
+                ratio = ratio_of_means(first[measure], values) if has_ratio else None
+                line = line._replace(p50=float(p50), p95=float(p95), ratio=ratio)
+            lines.append(line)
     return lines
 
 
@@ -167,56 +174,40 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
 # Numbers
 
 
-def _rows(run: Run) -> Rows:
-    """The rows of the last run in the folder, a step's validation in its row."""
-    without_step = ({name: value for name, value in row.items() if name != "step"} for row in run.rows)
-    found = cut_into_runs(zip((int(row["step"]) for row in run.rows), without_step, strict=True))
-    if not found:
-        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
-    return found[-1]
-
-
 def _after_warm_up(steps: list[T]) -> list[T]:
     """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
-def _measures_of_steps(run: Run) -> dict[str, list[float]]:
-    rows = _after_warm_up([row for row in _rows(run).values() if f"{TIMING}step" in row])
+def _measures(run: Run) -> dict[str, list[float]]:
+    """What there is one of in each step, and what a run has one of: peaks of memory, and the reward at its end."""
+    if not run.rows:
+        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
     measures: dict[str, list[float]] = {}
-    num_samples = value_at(run.config, "data.train_batch_size") or 0
-    num_samples *= value_at(run.config, "actor_rollout_ref.rollout.n") or 1
-    for row in rows:
-        if num_samples and row[f"{TIMING}step"] > 0:
-            row = {**row, "samples/s": num_samples / row[f"{TIMING}step"]}
+    rows = list(run.rows.values())
+    for row in _after_warm_up([row for row in rows if f"{TIMING}step" in row]):
         for name, value in row.items():
             is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
-            if (is_measure or name in ("perf/throughput", "samples/s")) and np.isfinite(value):
+            if (is_measure or name == "perf/throughput") and np.isfinite(value):
                 measures.setdefault(name, []).append(value)
+    peaks = {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
+    for name in sorted(peaks):
+        measures[f"{name} (most)"] = [max(row[name] for row in rows if name in row)]
+    if scores := [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]:
+        measures["critic/score/mean (last 10%)"] = scores[-max(1, len(scores) // 10) :]
+    validations = [[value for name, value in row.items() if name.startswith("val-core/")] for row in rows]
+    if any(validations):
+        measures["val-core (last)"] = [values for values in validations if values][-1]
     return measures
 
 
-def _measures_of_run(run: Run) -> dict[str, float]:
-    """What a run has one of: peaks of memory, and the reward at its end."""
-    rows = list(_rows(run).values())
-    singles: dict[str, float] = {}
-    for name in sorted(
-        {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
-    ):
-        singles[f"{name} (most)"] = max(row[name] for row in rows if name in row)
-    scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
-    if scores:
-        singles["critic/score/mean (last 10%)"] = float(np.mean(scores[-max(1, len(scores) // 10) :]))
-    validations = [[value for name, value in row.items() if name.startswith("val-core/")] for row in rows]
-    if any(validations):
-        singles["val-core (last)"] = float(np.mean([values for values in validations if values][-1]))
-    return singles
-
-
 def _in_order(measures: set[str]) -> list[str]:
+    """Times as in a step, its own before them; then what is of steps, and last what a run has one of."""
     operations = in_step_order(name[len(TIMING) :] for name in measures if name.startswith(TIMING))
     timings = [f"{TIMING}{name}" for name in ("step", *(name for name in operations if name != "step"))]
-    return [*timings, *sorted(measures - set(timings), key=lambda name: (name.startswith(("pool", "over")), name))]
+    others = measures - {*timings}
+    rest = sorted(others, key=lambda name: (name.endswith(ONCE), name.startswith(("pool", "over")), name))
+    return [*(name for name in timings if name in measures), *rest]
 
 
 # The picture and the page
@@ -277,21 +268,19 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
 svg { width: 100%; height: auto; background: white; border-radius: 6px; }
-table { border-collapse: collapse; } td, th { padding: .15rem .7rem; text-align: left; }
-td:nth-child(n+3):nth-child(-n+6) { text-align: right; font-variant-numeric: tabular-nums; }
+pre { overflow-x: auto; }
 @media (prefers-color-scheme: dark) { body { background: #161616; color: #E6E6E6; } }
 """
 
 
 def _page(lines: Sequence[Line], svg: str) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line.cells()) for line in lines)
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
+    console.print(as_table(lines))
     title = escape(" and ".join(dict.fromkeys(line.run for line in lines)))
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<table><tr>{head}</tr>\n{body}</table>\n"
+        f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<pre>{escape(console.export_text())}</pre>\n"
         "<p>Ratios are to the first run. Intervals: bootstrap over steps, the first of which are left out.</p></html>\n"
     )

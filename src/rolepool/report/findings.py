@@ -6,7 +6,6 @@ Owns when something is worth saying. Every finding carries the numbers it rests 
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from rolepool.report.summary import ByStep, Summary, replayed_step_s
 IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
 """Fractions of a step from which something is said; a change must save the last to be named."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
-SLOW_FIRST_STEP = 1.5
 
 MEMORY_KEYS = {
     Role.Actor: "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -65,7 +63,6 @@ def find(run: Run, summary: Summary, grouped: ByStep) -> list[Finding]:
         *_hand_overs(summary),
         *_memory(run),
         *_overlap(summary),
-        *_first_step(summary),
     ]
 
 
@@ -196,16 +193,4 @@ def _overlap(summary: Summary) -> Iterator[Finding]:
             f"Pools working at the same time saved {summary.saved_s:.3g} s a step, which took {summary.step_s:.3g} s.",
             {"saved_s": summary.saved_s, "step_s": summary.step_s},
             ("placement.strategy",),
-        )
-
-
-def _first_step(summary: Summary) -> Iterator[Finding]:
-    first_s, *others = summary.step_times.values()
-    usual_s = statistics.median(others) if others else first_s
-    if first_s > SLOW_FIRST_STEP * usual_s:
-        yield Finding(
-            f"The first step took {first_s:.3g} s, the others {usual_s:.3g} s (median): it warms up, so averages leave "
-            "it out. Compare runs of several steps.",
-            {"first_s": first_s, "median_s": usual_s},
-            ("trainer.total_training_steps",),
         )

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -21,10 +21,12 @@ import numpy as np
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError
-from rolepool.metrics.analysis import Recorded, Timeline, lanes, step_bounds
+from rolepool.metrics.analysis import Timeline, lanes, step_bounds
+from rolepool.metrics.run_folder import write_whole
+from rolepool.metrics.sampling import pool_use
 from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
 from rolepool.report.findings import find
-from rolepool.report.run import Run, value_at
+from rolepool.report.run import Rows, Run, value_at
 from rolepool.report.summary import ByStep, around, by_step, summarise
 
 MAX_POINTS = 500
@@ -46,16 +48,11 @@ Bounds = Mapping[int, tuple[float, float]]
 
 def write_report(run: Run, path: str | Path) -> Path:
     """Write the page of a run. An older one stays until the new one is whole."""
-    target, page = Path(path), render(run)
-    temporary = target.with_name(f".tmp-{target.name}")
+    page = render(run)
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(target)
+        return write_whole(Path(path), [page])
     except OSError as error:
-        raise ConfigError(
-            f"report {target}: cannot be written ({error.strerror}); give another file with -o"
-        ) from error
-    return target
+        raise ConfigError(f"report {path}: cannot be written ({error.strerror}); give another file with -o") from error
 
 
 def render(run: Run) -> str:
@@ -78,8 +75,7 @@ def page_data(run: Run) -> dict[str, Any]:
     """Everything on the page."""
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
-    rows = _merged(run.rows)
-    operations = in_step_order({recorded.operation for recorded in run.spans} | {*_timings(rows)})
+    operations = in_step_order({recorded.operation for recorded in run.spans} | {*_timings(run.rows)})
     path = sorted(summary.path_s.items(), key=lambda item: -item[1])
     return {
         "name": run.name,
@@ -103,9 +99,9 @@ def page_data(run: Run) -> dict[str, Any]:
         ],
         "path": [(pool, operation, seconds) for (pool, operation), seconds in path],
         "timeline": _timeline(grouped, bounds, operations),
-        "breakdown": _breakdown(rows),
-        "usage": _monitored(run.monitor) or _peak_memory(run.spans),
-        "curves": _curves(rows),
+        "breakdown": _breakdown(run.rows),
+        "usage": _monitored(run.monitor),
+        "curves": _curves(run.rows),
         "plan": [
             (name, ", ".join(pool.roles), " ".join(f"{slot.node}:{slot.gpu}" for slot in pool.slots), show(pool.share))
             for name, pool in (run.plan.pools.items() if run.plan is not None else ())
@@ -119,9 +115,7 @@ def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     changed = []
     for path, key in all_keys().items():
         value, default = value_at(config, path), key.default
-        if isinstance(default, tuple):
-            default = list(default)
-        elif isinstance(default, str):
+        if isinstance(default, str):
             whole = re.fullmatch(r"\$\{([^}]+)\}", default)
             default = re.sub(r"\$\{([^}]+)\}", lambda match: str(value_at(config, match[1])), default)
             default = value_at(config, whole[1]) if whole else default
@@ -154,64 +148,44 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def _merged(rows: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
-    """One row a step: a validation's row joins its step's."""
-    merged: dict[float, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        merged[row["step"]].update(row)
-    return [merged[step] for step in sorted(merged)]
-
-
-def _curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for row in rows for name in row)
+def _curves(rows: Rows) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for row in rows.values() for name in row)
     charts = []
     for title, patterns in CURVES.items():
         wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
-        series = {name: [(row["step"], row[name]) for row in rows if name in row] for name in wanted}
+        series = {name: [(step, row[name]) for step, row in rows.items() if name in row] for name in wanted}
         charts.append(_chart(title, "step", series))
     return [chart for chart in charts if chart["series"]]
 
 
-def _timings(rows: Iterable[Mapping[str, float]]) -> list[str]:
+def _timings(rows: Rows) -> list[str]:
     """The operations that rows have a time of."""
-    names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
+    names = {name.removeprefix("timing_s/") for row in rows.values() for name in row if name.startswith("timing_s/")}
     return in_step_order(names - {"step"})
 
 
-def _breakdown(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _breakdown(rows: Rows) -> dict[str, Any]:
     """Seconds of each operation a step, and of the step. Operations that overlap add up to more than it."""
-    steps = [row for row in rows if "timing_s/step" in row]
+    steps = {step: row for step, row in rows.items() if "timing_s/step" in row}
     bars = {
-        name: _binned([(row["step"], row.get(f"timing_s/{name}", 0.0)) for row in steps])["mean"]
+        name: _binned([(step, row.get(f"timing_s/{name}", 0.0)) for step, row in steps.items()])["mean"]
         for name in _timings(steps)
     }
-    return {"operations": bars, "step": _binned([(row["step"], row["timing_s/step"]) for row in steps])}
+    return {"operations": bars, "step": _binned([(step, row["timing_s/step"]) for step, row in steps.items()])}
 
 
 def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Utilization and memory of pools over time: of their GPUs, or of their processes where there are no GPUs."""
+    """Utilization and memory of pools over time."""
     utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
     memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    first_s = min((sample["time_s"] for sample in monitor), default=0.0)
     for sample in monitor:
-        seen = [(pool, gpu["utilization"], gpu) for gpu in sample["gpus"] for pool in gpu["pools"]]
-        seen = seen or [(process["pool"], process["cpu_percent"], process) for process in sample["processes"]]
-        for pool in dict.fromkeys(pool for pool, _, _ in seen):
-            mine = [(percent, device["memory_bytes"] / 2**30) for other, percent, device in seen if other == pool]
-            time_s = sample["time_s"] - first_s
-            utilization[pool].append((time_s, sum(percent for percent, _ in mine) / len(mine)))
-            memory[pool].append((time_s, max(used for _, used in mine)))
+        time_s = sample["time_s"] - monitor[0]["time_s"]
+        for pool, (percent, gib) in pool_use(sample).items():
+            utilization[pool].append((time_s, percent))
+            memory[pool].append((time_s, gib))
     titles = ("Utilization (%), mean of a pool's ranks", "Memory (GiB), most of a pool's ranks")
     charts = [_chart(title, "seconds", series) for title, series in zip(titles, (utilization, memory), strict=True)]
     return charts if utilization else []
-
-
-def _peak_memory(spans: Iterable[Recorded]) -> list[dict[str, Any]]:
-    peaks: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for step, _, span in spans:
-        peaks[span.pool][step] = max(peaks[span.pool][step], span.peak_memory_bytes / 2**30)
-    series = {pool: sorted(by_step.items()) for pool, by_step in peaks.items() if any(by_step.values())}
-    return [_chart("Peak memory of a call (GiB)", "step", series)] if series else []
 
 
 # Timeline

@@ -6,18 +6,15 @@ of them a validation adds to a step that has its row already.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rolepool.errors import ConfigError
-
-Rows = dict[int, dict[str, float]]
-"""Metrics by step, in the order of steps."""
+from rolepool.report.run import Rows, read_run
 
 COLOR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP = re.compile(r"(?<![\w/-])step:(\d+) - ")
@@ -42,20 +39,30 @@ class Log(NamedTuple):
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:
     """Every run of every log; a run folder stands for its metrics. Raises ConfigError where there is none."""
-    files = [_file_of(Path(path)) for path in paths]
-    shown = [file.parent if file.name in ("metrics.jsonl", "train.log") else file.with_suffix("") for file in files]
     logs = []
-    for file, name in zip(files, distinct_names(shown), strict=True):
-        runs = _read(file)
-        if not runs:
-            raise ConfigError(f"{file}: has no line `step:N - key:value ...`; give the console log of a run")
+    for path, name in zip(map(Path, paths), distinct_names([Path(path) for path in paths]), strict=True):
+        runs = _read(path)
+        if not any(runs):
+            raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give the console log of a run")
         logs += [Log(name if len(runs) == 1 else f"{name}, run {number}", run) for number, run in enumerate(runs, 1)]
     return logs
 
 
+def _read(path: Path) -> list[Rows]:
+    """The console line is rounded, and keeps the steps that a resumed run did again: so metrics, where there are."""
+    if (path / "metrics.jsonl").is_file():
+        return [read_run(path).rows]
+    file = path / "train.log" if path.is_dir() else path
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return parse_log(lines)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; give a console log or a run folder") from None
+
+
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths; whole paths where those are the same, and numbered where these are too."""
-    last = [path.absolute().name for path in paths]
+    last = [path.absolute().name.removesuffix(".log") for path in paths]
     names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
@@ -96,33 +103,3 @@ def _parse_line(line: str) -> Iterator[tuple[int, dict[str, float]]]:
         row = {field["key"]: float(field["wrapped"] or field["bare"]) for field in fields if field}
         if row:
             yield int(start[1]), row
-
-
-def _file_of(path: Path) -> Path:
-    if path.is_dir():
-        # The console line is rounded, and keeps the steps that a resumed run did again.
-        found = [file for name in ("metrics.jsonl", "train.log") if (file := path / name).is_file()]
-        if not found:
-            raise ConfigError(f"{path}: is no run folder, for it has neither metrics.jsonl nor train.log")
-        return found[0]
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give a console log or a run folder")
-    return path
-
-
-def _read(file: Path) -> list[Rows]:
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            return cut_into_runs(_json_rows(lines)) if file.suffix == ".jsonl" else parse_log(lines)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
-
-
-def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    for line in lines:
-        try:
-            row: dict[str, Any] = json.loads(line)
-            numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-            yield int(numbers.pop("step")), numbers
-        except (ValueError, KeyError, AttributeError):  # cut off by a crash
-            continue

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from rolepool.config import load_config
@@ -65,10 +66,7 @@ def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: d
 
 def _free_folder(wanted: Path) -> Path:
     """A new folder of that name, or of the next one that is free: no run is mixed with an earlier one."""
-    number = 1
-    folder = wanted
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}_{number}")
+    names = chain([wanted.name], (f"{wanted.name}_{number}" for number in count(2)))
+    folder = next(folder for folder in map(wanted.with_name, names) if not folder.exists())
     folder.mkdir(parents=True)
     return folder

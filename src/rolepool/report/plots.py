@@ -49,7 +49,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     written = [folder / CSV_NAME]
     write_csv(written[0], logs, keys)
     with style():
-        figures = {
+        figures: dict[str, Figure | None] = {
             "time_per_step": _stacked(logs) if timings else None,
             "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
             "time_per_token": _small_multiples(
@@ -57,8 +57,10 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             ),
             "throughput": _small_multiples(logs, {key: unit for key, unit in PERFORMANCE.items() if key in keys}),
             "memory": _small_multiples(logs, dict.fromkeys(memory, "GB")),
-            "comparison": _comparison(logs) if timings and len(logs) > 1 else None,
         }
+        if timings and len(logs) > 1:
+            figures["comparison"] = comparison = new_figure(3.6)
+            grouped_bars(comparison.subplots(), {log.name: mean_times(log) for log in logs})
         for name, figure in figures.items():
             if figure is not None:
                 written += save(figure, folder / name, "png")
@@ -182,12 +184,6 @@ def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | 
     if len(logs) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
-    return figure
-
-
-def _comparison(logs: Sequence[Log]) -> Figure:
-    figure = new_figure(3.6)
-    grouped_bars(figure.subplots(), {log.name: mean_times(log) for log in logs})
     return figure
 
 

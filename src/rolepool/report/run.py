@@ -6,10 +6,12 @@ a whole file that cannot be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
@@ -21,6 +23,9 @@ from rolepool.placement.plan import Plan
 
 T = TypeVar("T")
 
+Rows = dict[int, dict[str, float]]
+"""Metrics by step, in the order of steps."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -31,7 +36,8 @@ class Run:
     config: dict[str, Any]
     plan: Plan | None
     spans: list[Recorded]
-    rows: list[dict[str, float]]
+    rows: Rows
+    """A step's validation is in its row."""
     monitor: list[dict[str, Any]]
     skipped: dict[str, int]
 
@@ -43,14 +49,17 @@ def read_run(folder: str | Path) -> Run:
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is no folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
     skipped: dict[str, int] = {}
+    rows: Rows = {}
+    for step, row in _all(Lines(folder / "metrics.jsonl", read_row), skipped):
+        rows.setdefault(step, {}).update(row)
     return Run(
         folder=folder,
         name=folder.resolve().name,
         config=_whole_file(folder / "config.yaml", _config, skipped) or {},
         plan=_whole_file(folder / "plan.json", Plan.model_validate_json, skipped),
-        spans=_lines(folder / "spans.jsonl", _span, skipped),
-        rows=_lines(folder / "metrics.jsonl", _row, skipped),
-        monitor=_lines(folder / "monitor.jsonl", _moment, skipped),
+        spans=_all(Lines(folder / "spans.jsonl", read_span), skipped),
+        rows=dict(sorted(rows.items())),
+        monitor=_all(Lines(folder / "monitor.jsonl", read_moment), skipped),
         skipped=skipped,
     )
 
@@ -73,16 +82,44 @@ def _whole_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int])
         return None
 
 
-def _lines(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> list[T]:
-    """What can be read of a file of one JSON object a line."""
-    found: list[T] = []
-    if file.is_file():
-        with file.open("rb") as lines:
-            for line in lines:
+class Lines(Generic[T]):
+    """A file of one JSON object a line, read again and again while it grows; of a long one perhaps the end only."""
+
+    def __init__(self, path: Path, read: Callable[[bytes], T], last_bytes: float = math.inf) -> None:
+        self.path = path
+        self.num_unreadable = 0
+        self.is_cut_off = False
+        """Whether the last line has no end, or not yet."""
+        self._read = read
+        self._last_bytes = last_bytes
+        self._inode = self._offset = 0
+
+    def new(self) -> Iterator[T]:
+        """What was added since the last time, and all of it again when a resumed run wrote the file anew."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, int(max(0, status.st_size - self._last_bytes))
+            file.seek(self._offset)
+            for line in file:
+                self.is_cut_off = not line.endswith(b"\n")
+                if self.is_cut_off:
+                    return
+                self._offset += len(line)
                 try:
-                    found.append(read(line))
+                    found = self._read(line)
                 except ValueError:
-                    skipped[file.name] = skipped.get(file.name, 0) + 1
+                    self.num_unreadable += 1
+                else:
+                    yield found
+
+
+def _all(lines: Lines[T], skipped: dict[str, int]) -> list[T]:
+    found = list(lines.new())
+    if num_skipped := lines.num_unreadable + lines.is_cut_off:
+        skipped[lines.path.name] = num_skipped
     return found
 
 
@@ -121,14 +158,14 @@ class _Moment(_Object):
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __base__=_Object, **_fields)
-_Row = TypeAdapter(dict[str, int | float], config=ConfigDict(strict=True))  # a loss may well be NaN
+_Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may well be NaN
 
 
 def _config(text: bytes) -> dict[str, Any]:
     return TypeAdapter(dict[str, Any]).validate_python(yaml.safe_load(text))
 
 
-def _span(line: bytes) -> Recorded:
+def read_span(line: bytes) -> Recorded:
     fields = vars(_SpanLine.model_validate_json(line))
     span = Span(*(fields[name] for name in Span._fields))
     if span.end_s < span.start_s:
@@ -136,12 +173,13 @@ def _span(line: bytes) -> Recorded:
     return Recorded(fields["step"], fields["operation"], span)
 
 
-def _row(line: bytes) -> dict[str, float]:
+def read_row(line: bytes) -> tuple[int, dict[str, float]]:
     row = _Row.validate_json(line)
-    if not isinstance(row.get("step"), int):
+    step = row.pop("step", math.nan)
+    if not step.is_integer():
         raise ValueError("belongs to no step")
-    return row
+    return int(step), row
 
 
-def _moment(line: bytes) -> dict[str, Any]:
+def read_moment(line: bytes) -> dict[str, Any]:
     return _Moment.model_validate_json(line).model_dump()

@@ -1,18 +1,19 @@
 """A run as a trace in Chrome's JSON format, which Perfetto (ui.perfetto.dev) shows.
 
-Owns the format: a process for each pool, a thread for each rank, a slice for each span, an arrow for each result that a
-call was given, and counters for the GPUs of each node. Times are whole microseconds since the first one known.
+Owns the format: a process for each pool, a thread for each rank, a slice for each span, and an arrow for each result
+that a call was given. Times are whole microseconds since the first one known.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from rolepool.metrics.analysis import Timeline
+from rolepool.metrics.run_folder import write_whole
 from rolepool.report.run import Run
 
 Event = dict[str, Any]
@@ -20,23 +21,14 @@ Event = dict[str, Any]
 
 def write_trace(run: Run, path: str | Path) -> None:
     """Write the trace of a run; whole, or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(_events(run)):
-            file.write((",\n" if number else "\n") + json.dumps(event))
-        file.write("\n]}\n")
-    temporary.replace(path)
+    events = (("\n" if number == 0 else ",\n") + json.dumps(event) for number, event in enumerate(_events(run)))
+    write_whole(Path(path), chain(['{"displayTimeUnit": "ms", "traceEvents": ['], events, ["\n]}\n"]))
 
 
 def _events(run: Run) -> Iterator[Event]:
     timeline = Timeline(run.spans)
-    times_s = [timeline[0].span.start_s] if timeline else []
-    origin_s = min(times_s + [moment["time_s"] for moment in run.monitor], default=0.0)
-    pools = sorted({pool for pool, _ in timeline.of_rank})
-    nodes = sorted({moment["node"] for moment in run.monitor})
-    processes = {name: number for number, name in enumerate([*pools, *(f"node {node}" for node in nodes)], start=1)}
+    origin_s = timeline[0].span.start_s if timeline else 0.0
+    processes = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
     # Perfetto takes a thread with its process's number for the main one, so their numbers begin after those.
     threads = {rank: number for number, rank in enumerate(timeline.of_rank, start=len(processes) + 1)}
     for name, process in processes.items():
@@ -47,11 +39,6 @@ def _events(run: Run) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"{pool} rank {number}"}}
         yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": number}}
     yield from _slices_and_arrows(timeline, processes, threads, origin_s)
-    for moment in run.monitor:
-        common = {"ph": "C", "pid": processes[f"node {moment['node']}"], "ts": _us(moment["time_s"] - origin_s)}
-        for gpu in moment["gpus"]:
-            for name, value in (("memory_bytes", gpu["memory_bytes"]), ("utilization_percent", gpu["utilization"])):
-                yield {**common, "name": f"GPU {gpu['index']} {name}", "args": {name: value}}
 
 
 def _slices_and_arrows(

@@ -7,13 +7,10 @@ ends, so the operations shown are the last ones of each rank that are written do
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console, Group
@@ -23,10 +20,10 @@ from rich.text import Text
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import Recorded, Timeline, step_bounds, step_metrics
-from rolepool.metrics.spans import Span
-from rolepool.metrics.sparkline import sparkline
+from rolepool.metrics.run_folder import sparkline
+from rolepool.metrics.sampling import pool_use
 from rolepool.report.colors import colors_for
-from rolepool.report.run import value_at
+from rolepool.report.run import Lines, read_moment, read_row, read_span, value_at
 
 LAST_STEPS = 5
 LAST_BYTES = 2**21
@@ -34,8 +31,6 @@ LAST_BYTES = 2**21
 MAX_RANKS = 8
 """Ranks of one pool that are shown."""
 SILENT_S = 30.0
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-"""What a line raises that a killed run or a full disk has left behind."""
 
 
 def watch(folder: str | Path, *, once: bool) -> None:
@@ -52,30 +47,6 @@ def watch(folder: str | Path, *, once: bool) -> None:
             live.update(watched.frame(), refresh=True)
 
 
-class Tail:
-    """A JSONL file's objects as lines are added; those near its end again when a resumed run wrote it anew."""
-
-    def __init__(self, path: Path, last_bytes: float = math.inf) -> None:
-        self.path = path
-        self.last_bytes = last_bytes
-        self.inode = self.offset = 0
-
-    def read(self) -> Iterator[Any]:
-        """What was added since the last time, but for lines that cannot be read."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            status = self.path.stat()
-            if status.st_ino != self.inode or status.st_size < self.offset:
-                self.inode, self.offset = status.st_ino, int(max(0, status.st_size - self.last_bytes))
-            file.seek(self.offset)
-            whole, newline, _ = file.read().rpartition(b"\n")  # the rest is still being written
-        self.offset += len(whole) + len(newline)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
-
-
 class Watched:
     """A run folder and what was read of it so far."""
 
@@ -88,8 +59,9 @@ class Watched:
         self.num_epochs = value_at(config, "trainer.total_epochs")
         self.num_steps: int | None = value_at(config, "trainer.total_training_steps")
         """How many steps the run will do, where the config says so, or else once an epoch is over."""
-        self.rows, self.lines = Tail(folder / "metrics.jsonl"), Tail(folder / "spans.jsonl", LAST_BYTES)
-        self.monitor = Tail(folder / "monitor.jsonl", LAST_BYTES)
+        self.rows = Lines(folder / "metrics.jsonl", read_row)
+        self.lines = Lines(folder / "spans.jsonl", read_span, LAST_BYTES)
+        self.monitor = Lines(folder / "monitor.jsonl", read_moment, LAST_BYTES)
         self.rewards: dict[int, float] = {}
         self.step_times: dict[int, float] = {}
         self.spans: list[Recorded] = []
@@ -98,22 +70,19 @@ class Watched:
 
     def update(self) -> None:
         """Read what was added."""
-        for row in self.rows.read():
-            with contextlib.suppress(*UNREADABLE):
-                self.step_times[int(row["step"])] = float(row["timing_s/step"])
-                self.rewards[int(row["step"])] = float(row["critic/score/mean"])
-                if self.num_steps is None and row["training/epoch"] == 1:
-                    self.num_steps = (int(row["step"]) - 1) * self.num_epochs
-        for line in self.lines.read():
-            with contextlib.suppress(*UNREADABLE):
-                span = Span(**{name: value for name, value in line.items() if name in Span._fields})
-                if span.duration_s >= 0:
-                    self.spans.append(Recorded(int(line["step"]), str(line["operation"]), span))
+        for step, row in self.rows.new():
+            if "timing_s/step" in row:
+                self.step_times[step] = row["timing_s/step"]
+            if "critic/score/mean" in row:
+                self.rewards[step] = row["critic/score/mean"]
+            if self.num_steps is None and row.get("training/epoch") == 1:
+                self.num_steps = (step - 1) * self.num_epochs
+        self.spans += self.lines.new()
         newest = max((recorded.step for recorded in self.spans), default=0)
         self.spans = [recorded for recorded in self.spans if recorded.step > newest - LAST_STEPS]
-        for sample in self.monitor.read():
-            with contextlib.suppress(*UNREADABLE):
-                self.utilization.update(_utilization(sample["gpus"]))
+        for sample in self.monitor.new():
+            for pool, (percent, gib) in pool_use(sample).items():
+                self.utilization[pool] = f"{percent:.0f}%, {gib:.1f} GiB"
 
     @property
     def step(self) -> int:
@@ -177,10 +146,3 @@ class Watched:
         start_s, end_s = min(start for start, _ in bounds.values()), max(end for _, end in bounds.values())
         found = step_metrics(Timeline(self.spans), start_s, end_s).items()
         return {name.split("/", 1)[1].rsplit("/", 1)[0]: each for name, each in found if name.endswith("busy_fraction")}
-
-
-def _utilization(gpus: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Mean utilization and most memory of each pool's GPUs."""
-    for pool in {pool for gpu in gpus for pool in gpu["pools"]}:
-        mine = [(gpu["utilization"], gpu["memory_bytes"] / 2**30) for gpu in gpus if pool in gpu["pools"]]
-        yield pool, f"{statistics.fmean(use for use, _ in mine):.0f}%, {max(used for _, used in mine):.1f} GiB"

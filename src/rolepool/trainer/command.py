@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rolepool.command_line import EXIT_FINE, load_words, parse, words_parser
+from rolepool.command_line import Parser, load_words
 from rolepool.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
 
 
-def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> int:
+def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> None:
     """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
-    options = parse(words_parser(program, train.__doc__), arguments)
-    if options is None:
-        return EXIT_FINE
+    options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
 
     from rolepool.config.built import refused_keys
     from rolepool.config.loading import show
@@ -37,4 +35,3 @@ def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], Lo
         trainer.observer = console
         trainer.run()
     console.print_summary(str(trainer.folder.path))
-    return EXIT_FINE

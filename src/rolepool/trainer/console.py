@@ -13,8 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from rolepool.metrics.run_folder import console_line
-from rolepool.metrics.sparkline import sparkline
+from rolepool.metrics.run_folder import console_line, sparkline
 from rolepool.trainer.loop import Observer
 
 NUM_SHOWN_SAMPLES = 4

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolepool.metrics.analysis import Recorded, step_metrics
-from rolepool.metrics.spans import Span
-from rolepool.metrics.timing import operation_times, per_token_times
+from rolepool.metrics.analysis import Recorded, operation_times, step_metrics
 from rolepool.placement import Plan
 from rolepool.trainer.step import StepCalls
+
+PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+"""Operations that work on every token."""
 
 
 def record(number: int, step: StepCalls) -> list[Recorded]:
@@ -27,10 +28,7 @@ def step_row(
     `around` are the spans before and after it, which explain what its first and last calls waited for.
     """
     metrics = {**_update_metrics(step), **step.estimated.metrics}
-    calls: dict[str, dict[int, list[Span]]] = {}
-    for _, operation, span in recorded:
-        calls.setdefault(operation, {}).setdefault(span.call, []).append(span)
-    times = operation_times({name: list(of_call.values()) for name, of_call in calls.items()})
+    times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)
     end_s = next_start_s or max(span.end_s for _, _, span in recorded)
     times["timing_s/step"] = end_s - start_s
@@ -39,7 +37,11 @@ def step_row(
     return {
         **metrics,
         **times,
-        **per_token_times(times, num_tokens),
+        **{
+            f"timing_per_token_ms/{name}": times[f"timing_s/{name}"] * 1000 / num_tokens
+            for name in PER_TOKEN
+            if f"timing_s/{name}" in times and num_tokens
+        },
         "perf/time_per_step": times["timing_s/step"],
         "perf/throughput": num_tokens / times["timing_s/step"] / num_processes,
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,

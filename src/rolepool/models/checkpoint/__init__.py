@@ -4,12 +4,11 @@ Owns what a checkpoint looks like on disk: safetensors and JSON, nothing pickled
 metrics) and when, is the trainer's.
 
     checkpoints/step_000010/
-      trainer.json                                 the trainer's own; its presence is part of being whole
-      actor/                                       one folder for each saved role
-        rank_00000_of_00002.json                   index: which rows of which tensor are in which file; RNG states
-        model_rank_00000_of_00002_000.safetensors      weights, by Hugging Face name
-        optimizer_rank_00000_of_00002_000.safetensors  NAME/exp_avg, NAME/exp_avg_sq, NAME/step
-        config.json                                the model's configuration, where it is a Hugging Face model
+      trainer.json                       the trainer's own; its presence is part of being whole
+      actor/                             one folder for each saved role
+        rank_00000_of_00002.json         how much was saved, number of updates, random states
+        shard-*.safetensors              weights by Hugging Face name; NAME/exp_avg, NAME/exp_avg_sq, NAME/step
+        config.json                      the model's configuration, where it is a Hugging Face model
 """
 
 from rolepool.models.checkpoint.export import export_hf

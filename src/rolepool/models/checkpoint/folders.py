@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rolepool.errors import ConfigError
-from rolepool.models.checkpoint.index import read_saved
-from rolepool.models.checkpoint.shards import sync
+from rolepool.models.checkpoint.state import read_saved
 
 _logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d{6,})")
@@ -52,6 +52,15 @@ def publish(tmp_folder: Path, final_folder: Path) -> None:
     sync(final_folder.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on disk before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:

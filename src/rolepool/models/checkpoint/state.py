@@ -1,39 +1,63 @@
 """A model in training, saved by all ranks of its pool and read back by any number of them.
 
-Owns which tensors are saved under which names, and what must fit before anything is changed.
+Owns which tensors are saved under which names, and what must fit before anything is changed. Files of tensors are
+written and read by torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from rolepool.errors import ConfigError
-from rolepool.models.checkpoint.index import RankIndex, SavedRole, SavedTensor, rank_name, read_saved
-from rolepool.models.checkpoint.rng import RngStates
-from rolepool.models.checkpoint.shards import (
-    dtype_called,
-    dtype_name,
-    header_problems,
-    local_rows,
-    read_rows,
-    sync,
-    write_rows,
-)
+from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.training import TrainedModel
 
 FILE_BYTES = 2**30
-"""Size of a shard file: what a rank holds in host memory besides a model on a GPU."""
+"""About the size of a file: what a rank holds in host memory besides a model on a GPU."""
 
+STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 _SHOWN_PROBLEMS = 8
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RankState(BaseModel):
+    """What a rank writes beside its tensors, once all of these are there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[2] = 2
+    num_updates: int
+    num_bytes: int
+    """Of all tensors of all ranks."""
+    rng: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SavedRole:
+    """All that was saved of a role, which is whole."""
+
+    ranks: list[RankState]
+    tensors: Mapping[str, TensorStorageMetadata]
 
 
 def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -48,19 +72,16 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
     if dist.is_initialized():
         dist.barrier()  # nobody writes before all have looked
-    name = rank_name(rank, num_ranks)
+    tensors = {**_weights(trained.model), **_optimizer_tensors(trained)}
+    bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
+    file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+    with _plain_errors(folder):
+        save(tensors, storage_writer=writer)
     if rank == 0 and isinstance(trained.model, PreTrainedModel):
-        _write(folder / "config.json", _hf_config(trained.model))
-    index = RankIndex(
-        rank=rank,
-        num_ranks=num_ranks,
-        num_updates=trained.num_updates,
-        rng=RngStates.now(),
-        model=write_rows(folder, f"model_{name}", _weights(trained.model), file_bytes),
-        optimizer=write_rows(folder, f"optimizer_{name}", _optimizer_tensors(trained), file_bytes),
-    )
-    _write(folder / f"{name}.json", index.model_dump_json())
-    sync(folder)
+        (folder / "config.json").write_text(_hf_config(trained.model), encoding="utf-8")
+    state = RankState(num_updates=trained.num_updates, num_bytes=bytes_so_far[-1], rng=_random_states())
+    (folder / _rank_file(rank, num_ranks)).write_text(state.model_dump_json(), encoding="utf-8")
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
@@ -70,26 +91,84 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
     saved; otherwise they stay as they were seeded. Everything is checked before anything is changed.
     """
     saved = read_saved(folder)
-    weights, states = saved.tensors("model"), saved.tensors("optimizer")
-    problems = [*header_problems(saved, "model"), *header_problems(saved, "optimizer")]
-    problems = problems or [*_weight_problems(saved, weights, trained.model), *_state_problems(saved, states, trained)]
+    problems = [f"{folder}: {problem}" for problem in _misfits(saved.tensors, trained)]
     if problems:
         more = len(problems) - _SHOWN_PROBLEMS
         raise ConfigError([*problems[:_SHOWN_PROBLEMS], *([f"and {more} more problems"] if more > 0 else [])])
-
     trained.optimizer.state.clear()
     with trained.on_device(training=True), torch.no_grad():
-        read_rows(saved, "model", {name: local_rows(tensor) for name, tensor in _weights(trained.model).items()})
-        _make_states(trained, states)
-        read_rows(saved, "optimizer", {name: local_rows(value) for name, value in _optimizer_tensors(trained).items()})
-    trained.num_updates = saved.num_updates
+        _make_states(trained, saved.tensors)
+        read_tensors(folder, {**_weights(trained.model), **_optimizer_tensors(trained)})
+    trained.num_updates = saved.ranks[0].num_updates
     rank, num_ranks = _rank_and_count()
     if len(saved.ranks) == num_ranks:
-        saved.ranks[rank].rng.restore()
+        _restore_random_states(saved.ranks[rank].rng)
+
+
+def read_saved(folder: Path) -> SavedRole:
+    """What is saved in a role's folder. ConfigError unless all of it is there."""
+    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
+    if not names:
+        raise ConfigError(f"{folder}: not a saved role; no rank_*_of_*.json is in it")
+    num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
+    expected = [_rank_file(rank, num_ranks) for rank in range(num_ranks)]
+    if names != expected:
+        missing = [f"{folder / name}: missing" for name in sorted({*expected} - {*names})]
+        others = [f"{folder / name}: does not belong to a save by {num_ranks} ranks" for name in names]
+        raise ConfigError(missing or others[num_ranks:])
+    ranks = [_read_rank(folder / name) for name in names]
+    if len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
+        raise ConfigError(f"{folder}: its ranks are of different saves")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # opening it is what checks it
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: not a whole safetensors file ({error})") from None
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        num_elements = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if num_elements != tensor.size.numel():
+            raise ConfigError(f"{folder}: {name} is there in part; a file is missing")
+        num_bytes += num_elements * tensor.properties.dtype.itemsize
+    if num_bytes != ranks[0].num_bytes:
+        raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes are there; a file is missing")
+    return SavedRole(ranks, tensors)
+
+
+def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded or not, with the rows saved under their names."""
+    with _plain_errors(folder):
+        load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Torch's own error is none that `except Exception` catches. That one process works alone is no warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            failed = ", ".join(f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items())
+            raise RolepoolError(f"{folder}: {failed}") from error
 
 
 def _rank_and_count() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _rank_file(rank: int, num_ranks: int) -> str:
+    return f"rank_{rank:05d}_of_{num_ranks:05d}.json"
+
+
+def _read_rank(path: Path) -> RankState:
+    try:
+        return RankState.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise ConfigError(f"{path}: not the state of a rank ({str(error).splitlines()[0]})") from None
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -116,53 +195,31 @@ def _optimizer_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     }
 
 
-def _make_states(trained: TrainedModel, saved: Mapping[str, SavedTensor]) -> None:
+def _make_states(trained: TrainedModel, saved: Mapping[str, TensorStorageMetadata]) -> None:
     """Room for the saved states, as AdamW makes it: moments like the parameter, the step where it is computed."""
     for name, parameter in _parameters(trained):
-        if (step := saved.get(f"{name}/step")) is not None:
+        if (step := saved.get(f"{name}/{STEP}")) is not None:
             trained.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=dtype_called(step.dtype), device=trained.device),
-                **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in _MOMENTS},
+                STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device),
+                **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
             }
 
 
-def _weight_problems(saved: SavedRole, weights: Mapping[str, SavedTensor], model: nn.Module) -> Iterator[str]:
-    tensors = _weights(model)
-    for name, tensor in tensors.items():
-        if name not in weights:
-            yield f"{saved.folder}: {name} is missing; the model has it"
-        else:
-            yield from _misfit(saved, name, weights[name], tensor)
-    yield from (_unexpected(saved, name, weights[name]) for name in weights if name not in tensors)
-
-
-def _state_problems(saved: SavedRole, states: Mapping[str, SavedTensor], trained: TrainedModel) -> Iterator[str]:
-    expected: set[str] = set()
+def _misfits(saved: Mapping[str, TensorStorageMetadata], trained: TrainedModel) -> Iterator[str]:
+    """Where what is saved is not what the model has. A parameter that never had a gradient has no optimizer states."""
+    wanted = _weights(trained.model)
     for name, parameter in _parameters(trained):
-        of_this = {state: f"{name}/{state}" for state in ("step", *_MOMENTS)}
-        expected.update(of_this.values())
-        present = [state for state, key in of_this.items() if key in states]
-        if not present:  # a parameter that has never had a gradient
+        if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
+            wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
+    for name, tensor in wanted.items():
+        if name not in saved:
+            yield f"{name} is missing; the model has it"
             continue
-        for state, key in of_this.items():
-            if key not in states:
-                yield f"{saved.folder}: {key} is missing; {', '.join(present)} of it is there"
-            elif state != "step":
-                yield from _misfit(saved, key, states[key], parameter)
-            elif states[key].shape:
-                yield f"{saved.folder / states[key].parts[0].file}: {key} is not one number"
-    yield from (_unexpected(saved, key, states[key]) for key in states if key not in expected)
-
-
-def _misfit(saved: SavedRole, name: str, there: SavedTensor, here: Tensor) -> Iterator[str]:
-    shape, dtype = tuple(here.shape), dtype_name(here.dtype)
-    if (there.shape, there.dtype) != (shape, dtype):
-        path = saved.folder / there.parts[0].file
-        yield f"{path}: {name} is {list(there.shape)} {there.dtype}, and the model has {list(shape)} {dtype}"
-
-
-def _unexpected(saved: SavedRole, name: str, there: SavedTensor) -> str:
-    return f"{saved.folder / there.parts[0].file}: {name} is saved, and the model has no such tensor"
+        there, dtype = saved[name], saved[name].properties.dtype
+        if there.size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
+            has = f"{list(tensor.shape)} {tensor.dtype}"
+            yield f"{name} is {list(there.size)} {dtype}, and the model has {has}".replace("torch.", "")
+    yield from (f"{name} is saved, and the model has no such tensor" for name in saved if name not in wanted)
 
 
 def _hf_config(model: PreTrainedModel) -> str:
@@ -172,6 +229,23 @@ def _hf_config(model: PreTrainedModel) -> str:
     return json.dumps({**config, "architectures": [own_class.__name__]}, indent=2)
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync(path)
+def _random_states() -> dict[str, Any]:
+    """Where the generators of this process stand: torch (CPU and its GPU), Python, numpy."""
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": numpy,
+    }
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    """A state of a GPU is left out where there is none."""
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(states["numpy"])
