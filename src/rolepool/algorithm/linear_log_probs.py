@@ -35,9 +35,11 @@ class LinearLogProbs:
         return scores
 
     def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
-        step = max(1, self.max_logits // vocab_size)
-        for start in range(0, num_tokens, step):
-            yield slice(start, start + step)
+        """As few as there can be, of about the same size: kernels for a small rest would be made apart."""
+        most = max(1, self.max_logits // vocab_size)
+        size = -(-num_tokens // max(1, -(-num_tokens // most)))
+        for start in range(0, num_tokens, max(1, size)):
+            yield slice(start, start + size)
 
 
 class _Function(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,17 @@ def _of_known_head_size(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return call if has_compiler() else forward
+
+
+def compiled_for_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `compiled`, for a function whose second argument is a weight: kernels are made for its very size."""
+    fast = compiled(function)
+
+    def call(inputs: Tensor, weight: Tensor, *others: Any) -> Any:
+        torch._dynamo.mark_static(weight)
+        return fast(inputs, weight, *others)
+
+    return call if has_compiler() else function
 
 
 @cache

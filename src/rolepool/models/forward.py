@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rolepool.algorithm import LinearLogProbs
 from rolepool.models.attention import packed_arguments
-from rolepool.models.compiling import compiled
+from rolepool.models.compiling import compiled_for_weight
 from rolepool.models.packing import Batch, Packing, on_device
 from rolepool.placement.memory import LOGITS_AT_ONCE
 
@@ -76,7 +76,7 @@ def _token_scores(
 
 @cache
 def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
-    return LinearLogProbs(LOGITS_AT_ONCE, compiled) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
+    return LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
 
 
 def _response_mask(batch: Batch) -> Tensor:
