@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from rolepool.roles.actor import Actor
 from rolepool.roles.less_memory import remedies
 from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
+from rolepool.rollout.gpu import tensor_of
 from rolepool.rollout.kv_cache import room_on_gpu
 from rolepool.rollout.native import NativeEngine
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
@@ -102,19 +104,17 @@ class Rollout(Worker):
     def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
         """Prompts left-padded, responses right-padded, both to the lengths that the config allows."""
         num, width, length = len(requests), self.config.data.max_prompt_length, self.config.data.max_response_length
+        num_prompt = torch.tensor([len(request.token_ids) for request in requests])
+        num_new = torch.tensor([len(completion.token_ids) for completion in completions])
+        prompt_mask = torch.arange(width) >= width - num_prompt[:, None]
+        response_mask = torch.arange(length) < num_new[:, None]
         prompts = torch.full((num, width), self.pad_token_id)
-        prompt_mask = torch.zeros(num, width, dtype=torch.int64)
+        prompts[prompt_mask] = tensor_of(request.token_ids for request in requests)
         responses = torch.full((num, length), self.pad_token_id)
-        response_mask = torch.zeros(num, length, dtype=torch.int64)
+        responses[response_mask] = tensor_of(completion.token_ids for completion in completions)
         log_probs = torch.zeros(num, length)
-        for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-            size, new = len(request.token_ids), len(completion.token_ids)
-            prompts[row, width - size :] = torch.as_tensor(request.token_ids)
-            prompt_mask[row, width - size :] = 1
-            responses[row, :new] = torch.as_tensor(completion.token_ids)
-            response_mask[row, :new] = 1
-            log_probs[row, :new] = torch.as_tensor(completion.log_probs)
-        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+        log_probs[response_mask] = tensor_of((completion.log_probs for completion in completions), np.float32)
+        attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
         return DataProto.from_dict(
             {
                 "prompts": prompts,
@@ -122,7 +122,7 @@ class Rollout(Worker):
                 "input_ids": torch.cat([prompts, responses], dim=1),
                 "attention_mask": attention_mask,
                 "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-                "response_mask": response_mask,
+                "response_mask": response_mask.long(),
                 "rollout_log_probs": log_probs,
             }
         )

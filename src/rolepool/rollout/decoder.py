@@ -162,15 +162,15 @@ class Decoder:
 
     def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
         """Run the packed tokens of `pieces`; the final state (pieces, hidden) after each piece's last token."""
-        device = tokens_t.device
-        slots_t = torch.cat([torch.full((piece.num_tokens,), piece.slot) for piece in pieces]).to(device)
-        positions_t = torch.cat([torch.arange(piece.start, piece.start + piece.num_tokens) for piece in pieces]).to(
-            device
+        counts = torch.tensor([piece.num_tokens for piece in pieces])
+        slots = torch.tensor([piece.slot for piece in pieces]).repeat_interleave(counts)
+        positions = gpu.tensor_of(range(piece.start, piece.start + piece.num_tokens) for piece in pieces)
+        slots_t, positions_t, last = (
+            gpu.to_device(host, tokens_t.device) for host in (slots, positions, counts.cumsum(0) - 1)
         )
         is_flash = self._can_flash(cache.shape) and all(piece.start == 0 for piece in pieces)
         attention = self._flash_attention(pieces) if is_flash else self._prefill_attention(weights, cache, pieces)
         hidden_te = self._run(weights, cache, tokens_t, positions_t, slots_t, attention)
-        last = torch.tensor([piece.num_tokens for piece in pieces], device=device).cumsum(0) - 1
         return hidden_te[last]
 
     def decode(
@@ -258,8 +258,8 @@ class Decoder:
 
     def _flash_attention(self, pieces: list[Piece]) -> Attention:
         """Whole prompts, packed: nothing is padded, and no keys are repeated."""
-        ends_n = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
-        ends_n = ends_n.to(self.device, torch.int32)
+        ends = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
+        ends_n = gpu.to_device(ends.int(), self.device)
         longest = max(piece.num_tokens for piece in pieces)
 
         def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
