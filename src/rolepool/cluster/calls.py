@@ -20,7 +20,6 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.encoding import decode
 from rolepool.protocol.futures import collect_batches, join_stripes
 from rolepool.protocol.remote import Column, Producer, RemoteBatch, Reply, gather_rows
 from rolepool.protocol.rows import Share
@@ -196,9 +195,9 @@ def fetch_columns(columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
         ) from None
     except RayError as error:
         raise WorkerError(f"results of {columns[0][1]} could not be fetched: {error}") from None
-    objects = {ref: decode(encoded) for ref, encoded in stored.items()}
+    objects = {ref: encoded.decode() for ref, encoded in stored.items()}
     return [
-        objects[column.ref][column.name] if column.inline is None else decode(column.inline) for column, _ in columns
+        objects[column.ref][column.name] if column.inline is None else column.inline.decode() for column, _ in columns
     ]
 
 

@@ -17,7 +17,7 @@ from rolepool.protocol.batching import (
 from rolepool.protocol.columns import RowIndexError, union_numpy_dict, union_tensor_dict
 from rolepool.protocol.data import AUTO_PADDING_KEY, DataProto, DataProtoItem
 from rolepool.protocol.dispatch import Dispatch, Execute, register
-from rolepool.protocol.encoding import Encoded, decode, encode
+from rolepool.protocol.encoding import Encoded, encode
 from rolepool.protocol.futures import CallFuture, DataProtoFuture
 from rolepool.protocol.worker import Worker, WorkerContext
 
@@ -35,7 +35,6 @@ __all__ = [
     "Worker",
     "WorkerContext",
     "collate_fn",
-    "decode",
     "encode",
     "fold_batch_dim",
     "pad_dataproto_to_divisor",
