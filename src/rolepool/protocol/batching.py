@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import describe, jagged_from_rows, new_batch
+from rolepool.protocol.columns import describe, new_batch
 from rolepool.protocol.data import DataProto, DataProtoItem
 from rolepool.protocol.encoding import jagged_parts, object_array
 
@@ -103,43 +102,26 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """[rows, ...] as [new_batch_size, rows // new_batch_size, ...]: groups of neighbouring rows become rows."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size}")
-    group = len(data) // new_batch_size
-    batch = None
-    if data.batch is not None:
-        _refuse_jagged(data, "folded")
-        columns = {key: tensor.reshape(new_batch_size, group, *tensor.shape[1:]) for key, tensor in data.batch.items()}
-        batch = new_batch(columns, [new_batch_size], data.batch.device)
-    arrays = {key: array.reshape(new_batch_size, group, *array.shape[1:]) for key, array in _arrays(data)}
-    return DataProto(batch, arrays, dict(data.meta_info))
+    return _reshape(data, 1, [new_batch_size, len(data) // new_batch_size])
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` dimensions as one dimension of rows: the inverse of `fold_batch_dim`."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in (data.batch.items() if data.batch is not None else ())}
-    shapes |= {key: array.shape for key, array in _arrays(data)}
-    _refuse_jagged(data, "unfolded")
-    if batch_dims < 1 or len({shape[:batch_dims] for shape in shapes.values()}) > 1:
+    shapes = {key: tuple(column.shape) for key, column in data.columns().items()}
+    folded = {shape[:batch_dims] for shape in shapes.values()} or {(len(data),)}
+    if batch_dims < 1 or len(folded) > 1 or (shapes and min(map(len, folded)) < batch_dims):
         raise DataError(f"these columns do not have the same first {batch_dims} dimensions: {shapes}")
-    if short := {key: shape for key, shape in shapes.items() if len(shape) < batch_dims}:
-        raise DataError(f"these columns have fewer than {batch_dims} dimensions: {short}")
-    folded = next(iter(shapes.values()))[:batch_dims] if shapes else (len(data),)
-    num_rows = int(np.prod(folded))
-    batch = None
-    if data.batch is not None:
-        columns = {key: tensor.reshape(num_rows, *tensor.shape[batch_dims:]) for key, tensor in data.batch.items()}
-        batch = new_batch(columns, [num_rows], data.batch.device)
-    arrays = {key: array.reshape(num_rows, *array.shape[batch_dims:]) for key, array in _arrays(data)}
-    return DataProto(batch, arrays, dict(data.meta_info))
+    return _reshape(data, batch_dims, [int(np.prod(folded.pop()))])
 
 
-def _arrays(data: DataProto) -> list[tuple[str, Any]]:
-    return list(data.non_tensor_batch.items())
-
-
-def _refuse_jagged(data: DataProto, verb: str) -> None:
-    jagged = [key for key, tensor in (data.batch.items() if data.batch is not None else ()) if tensor.is_nested]
-    if jagged:
-        raise DataError(f"jagged tensors cannot be {verb}: {jagged}")
+def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
+    """With the first dimensions of every column replaced by others of as many elements."""
+    columns = data.columns()
+    if jagged := [key for key, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]:
+        raise DataError(f"jagged tensors cannot be folded: {jagged}")
+    reshaped = {key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()}
+    batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
+    return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
@@ -147,25 +129,21 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     if not items:
         raise DataError("nothing to collate: the list of items is empty")
     first = items[0]
-    keys = _item_keys(first)
-    for i, item in enumerate(items):
-        if _item_keys(item) != keys:
-            raise DataError(f"items 0 and {i} have different keys: {keys} and {_item_keys(item)}")
+    keys = [(sorted([] if item.batch is None else item.batch.keys()), sorted(item.non_tensor_batch)) for item in items]
+    for i, others in enumerate(keys):
+        if others != keys[0]:
+            raise DataError(f"items 0 and {i} have different keys: {keys[0]} and {others}")
     batch = None
     if first.batch is not None:
-        columns = {key: _stack(key, [item.batch.get(key) for item in items], first) for key in keys[0]}
+        columns = {key: _stack(key, [item.batch.get(key) for item in items], first) for key in keys[0][0]}
         batch = new_batch(columns, [len(items), *first.batch.batch_size], first.batch.device)
     arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in first.non_tensor_batch}
     return DataProto(batch, arrays)
 
 
-def _item_keys(item: DataProtoItem) -> tuple[list[str], list[str]]:
-    return sorted(item.batch.keys()) if item.batch is not None else [], sorted(item.non_tensor_batch)
-
-
 def _stack(key: str, rows: list[torch.Tensor], item: DataProtoItem) -> torch.Tensor:
     if key in item.jagged_keys:
-        return jagged_from_rows(rows)
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
     try:
         return torch.stack(rows)
     except RuntimeError as error:

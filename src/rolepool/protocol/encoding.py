@@ -34,6 +34,8 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
+from tensordict.base import TensorDictBase
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Columns with one offsets tensor share it again on the other side, by which torch knows that their rows
             # have the same lengths.
             return jagged_from_parts, tuple(jagged_parts(value))
+        if isinstance(value, TensorDictBase):
+            return TensorDict, (dict(value.items()), value.batch_size)
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
         if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
             raw = tensor_bytes(value)
