@@ -17,15 +17,14 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.arguments import ArgumentList, cut_batch, sources_of, whole
-from rolepool.cluster.calls import Call, fetch_columns, pack_call, unpack_reply
+from rolepool.cluster.calls import Call, fetch_columns, pack_argument, pack_call, sources_of, unpack_reply
 from rolepool.cluster.failure import Death, cause_of, find_deaths, reason_of
 from rolepool.cluster.launch import Process
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.dispatch import Dispatch, Execute, MethodSpec, registered_methods
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
-from rolepool.protocol.remote import Column, Producer, Reply
+from rolepool.protocol.remote import Producer, Reply
 from rolepool.protocol.worker import Worker
 
 POLL_S = 0.2
@@ -84,7 +83,7 @@ class WorkerGroup:
             process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
             for process in self.processes
         ]
-        ready = CallFuture(PendingCall(self, role, "__init__", refs, refs), _nothing)
+        ready = CallFuture([PendingCall(self, role, "__init__", refs, refs)], _nothing)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
             try:
@@ -137,7 +136,7 @@ class WorkerGroup:
         if errors:
             return errors[0]
         named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
-        if not call.others_end_within(GRACE_S):
+        if not call.has_ended(GRACE_S):
             self.break_with(named)
         return named
 
@@ -222,61 +221,59 @@ class RoleProxy:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
         processes = self.group.processes[:1] if only_zero else self.group.processes
-        per_dp_group, returns_rows = spec.dispatch in PER_DP_GROUP, spec.dispatch is Dispatch.DP_COMPUTE_PROTO
-        arguments = self._arguments(name, spec, args, kwargs, len(processes))
-        sources = sources_of((*args, *kwargs.values()))
+        num_parts = self._num_parts(name, spec, args, kwargs, len(processes))
+        sources = list(sources_of((*args, *kwargs.values())))
         call = Call(
             role=self.role_name,
             method=name,
-            args=(),
-            kwargs={},
+            args=args,
+            kwargs=kwargs,
             queued_s=time.time(),
             number=next_call_number(),
-            after=tuple(sorted({number for source in sources for number in source.numbers})),
-            one_answer_per_dp_group=per_dp_group,
-            returns_rows=returns_rows,
+            after=tuple(sorted({source.number for source in sources})),
+            one_answer_per_dp_group=spec.dispatch in PER_DP_GROUP,
+            returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
         )
-        calls = {
-            argument: pack_call(replace(call, args=argument.args, kwargs=argument.kwargs))
-            for argument in dict.fromkeys(arguments)
-        }
-        refs = [
-            process.actor.run.remote(calls[argument], *argument.objects)
-            for process, argument in zip(processes, arguments, strict=True)
-        ]
-        answering = refs[:: self.tp_size] if per_dp_group else refs
+        messages = [self._message(call, spec, index, num_parts) for index in range(num_parts)]
+        ranks_per_part = len(processes) // num_parts
+        refs = []
+        for rank, process in enumerate(processes):
+            packed, objects = messages[rank // ranks_per_part]
+            refs.append(process.actor.run.remote(packed, *objects))
+        answering = refs[:: self.tp_size] if call.one_answer_per_dp_group else refs
         pending = PendingCall(self.group, self.role_name, name, refs, answering, call.number, sources)
-        if returns_rows:
-            return DataProtoFuture(pending)
-        return CallFuture(pending, self._collector(spec, only_zero))
+        if call.returns_rows:
+            return DataProtoFuture([pending])
+        return CallFuture([pending], self._collector(spec, only_zero))
 
-    def _arguments(
+    def _num_parts(
         self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
-    ) -> list[ArgumentList]:
-        """What each rank that runs gets. Ranks that get the same share one list."""
-        if spec.dispatch in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC):
-            num_parts = 1 if num_ranks == 1 else self.dp_size
-            lists = [ArgumentList() for _ in range(num_parts)]
-            for part in _by_value(args, kwargs):
-                cut_batch(part, lists, spec.reads)
-        elif spec.dispatch in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE) and (args or kwargs):
-            num_parts = self.dp_size if spec.dispatch is Dispatch.DP_COMPUTE and num_ranks > 1 else num_ranks
-            lists = [ArgumentList() for _ in range(num_parts)]
-            for key, value in _by_value(args, kwargs):
-                if not isinstance(value, list | tuple) or len(value) != num_parts:
-                    size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
-                    raise DataError(
-                        f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
-                        f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
-                    )
-                for entry, arguments in zip(value, lists, strict=True):
-                    whole((key, entry), [arguments], spec.reads)
-        else:
-            lists = [ArgumentList()]
-            for part in _by_value(args, kwargs):
-                whole(part, lists, spec.reads)
-        copies = num_ranks // len(lists)
-        return [arguments for arguments in lists for _ in range(copies)]
+    ) -> int:
+        """How many different messages the ranks get: ranks side by side share one. Checks lists of one entry each."""
+        if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (args or kwargs):
+            return 1
+        num_parts = num_ranks if num_ranks == 1 or spec.dispatch is Dispatch.ALL_TO_ALL else self.dp_size
+        for key, value in (*enumerate(args), *kwargs.items()) if spec.dispatch in LISTS else ():
+            if not isinstance(value, list | tuple) or len(value) != num_parts:
+                size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+                raise DataError(
+                    f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
+                    f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
+                )
+        return num_parts
+
+    def _message(self, call: Call, spec: MethodSpec, index: int, num_parts: int) -> tuple[bytes, list[Any]]:
+        """The call as one part of the ranks gets it, and the objects that its arguments refer to."""
+        objects: list[Any] = []
+
+        def pack(value: Any) -> Any:
+            if spec.dispatch in LISTS:
+                return pack_argument(value[index], objects, spec.reads)
+            return pack_argument(value, objects, spec.reads, num_parts, index)
+
+        args = tuple(pack(value) for value in call.args)
+        kwargs = {name: pack(value) for name, value in call.kwargs.items()}
+        return pack_call(replace(call, args=args, kwargs=kwargs)), objects
 
     def _collector(self, spec: MethodSpec, only_zero: bool) -> Callable[[list[Any]], Any]:
         if spec.collect_fn is not None:
@@ -289,6 +286,8 @@ class RoleProxy:
 
 
 PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
+"""Modes in which every argument is a list."""
 
 
 class PendingCall:
@@ -309,7 +308,7 @@ class PendingCall:
         self.method = method
         self._refs = refs
         self.refs = answering
-        self.numbers = (number,)
+        self.number = number
         self._sources = sources
         self._replies: dict[Any, Reply] | None = None
         self._error: WorkerError | None = None
@@ -329,12 +328,8 @@ class PendingCall:
             for reply in self._wait(timeout_s).values()
         ]
 
-    def is_done(self) -> bool:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
-        return len(ready) == len(self._refs)
-
-    def others_end_within(self, timeout_s: float) -> bool:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout_s)
+    def has_ended(self, within_s: float) -> bool:
+        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=within_s)
         return len(ready) == len(self._refs)
 
     def was_ended_by_death_of(self, process: Process) -> bool:
@@ -349,7 +344,7 @@ class PendingCall:
             return False
         return False
 
-    def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
+    def fetch(self, columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
         try:
             return fetch_columns(columns)
         except WorkerError as error:
@@ -385,10 +380,6 @@ class PendingCall:
     def _fail(self, error: RayError) -> None:
         self._error = self.group.diagnose(error, self)
         raise self._error from None
-
-
-def _by_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
-    return [*enumerate(args), *kwargs.items()]
 
 
 def _nothing(results: list[Any]) -> None:

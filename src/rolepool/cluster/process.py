@@ -35,8 +35,7 @@ from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
-from rolepool.protocol.remote import Producer, Reply, leave_here
-from rolepool.protocol.rows import Share
+from rolepool.protocol.remote import Producer, Reply, Share, leave_here
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
 logger = logging.getLogger(__name__)

@@ -55,6 +55,10 @@ class Encoded:
     pickled: bytes
     buffers: list[Buffer]
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
+
     def decode(self) -> Any:
         """The value; its tensors and arrays may be written to without anyone else seeing it."""
         return pickle.loads(self.pickled, buffers=make_private(self.buffers))  # noqa: S301  # from our own processes
