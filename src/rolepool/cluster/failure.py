@@ -1,36 +1,20 @@
-"""When a call fails: who really died, in one WorkerError.
+"""When a call fails: who really died.
 
 Owns reading Ray's errors. A rank whose peer died sees a closed connection; what is reported is the peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
 from rolepool.cluster.launch import Process
-from rolepool.errors import WorkerError
-from rolepool.protocol.remote import Producer
 
 PING_TIMEOUT_S = 2.0
 
-
-@dataclass(frozen=True)
-class Death:
-    """A process that is gone, and what Ray says of it."""
-
-    pool: str
-    process: Process
-    reason: str
-
-    def as_error(self, role: str, method: str) -> WorkerError:
-        rank, node, pid = self.process.rank, self.process.address, self.process.pid
-        return Producer(self.pool, role, rank, node, pid, method).error(
-            f"{self.pool} rank {rank} (node {node}, pid {pid}) died during {role}.{method}: {self.reason}"
-        )
+ActorGoneError = (ActorDiedError, ActorUnavailableError)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -40,18 +24,20 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def find_deaths(processes: Iterable[tuple[str, Process]]) -> list[Death]:
-    """Ask every process whether it lives; those for whom Ray answers that they do not."""
-    asked = [(pool, process, process.actor.ping.remote()) for pool, process in processes]
-    ray.wait([ref for _, _, ref in asked], num_returns=len(asked), timeout=PING_TIMEOUT_S)
+def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
+    """The processes that are gone, and why: the one that the cause names, or those that do not answer a ping."""
+    if isinstance(cause, ActorGoneError):
+        return [(process, reason_of(cause)) for process in processes if process.actor_id == cause.actor_id]
+    asked = [process.actor.ping.remote() for process in processes]
+    ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
     deaths = []
-    for pool, process, ref in asked:
+    for process, answer in zip(processes, asked, strict=True):
         try:
-            ray.get(ref, timeout=0)
+            ray.get(answer, timeout=0)
         except GetTimeoutError:
             continue  # busy, not dead: a process that is gone is answered for by Ray
-        except (ActorDiedError, ActorUnavailableError) as error:
-            deaths.append(Death(pool, process, reason_of(error)))
+        except ActorGoneError as error:
+            deaths.append((process, reason_of(error)))
         except RayError:
             continue
     return deaths

@@ -11,14 +11,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from rolepool.cluster.calls import Call, fetch_columns, pack_argument, pack_call, sources_of, unpack_reply
-from rolepool.cluster.failure import Death, cause_of, find_deaths, reason_of
+from rolepool.cluster.failure import ActorGoneError, cause_of, find_deaths
 from rolepool.cluster.launch import Process
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
@@ -50,7 +51,8 @@ class WorkerGroup:
         self._everybody = everybody
         self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
-        self._recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        """Calls, without keeping their results alive, so that a death can be told by what it ended."""
 
     @property
     def world_size(self) -> int:
@@ -83,7 +85,7 @@ class WorkerGroup:
             process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
             for process in self.processes
         ]
-        ready = CallFuture([PendingCall(self, role, "__init__", refs, refs)], _nothing)
+        ready = CallFuture([PendingCall(self, role, "__init__", refs, refs)], lambda results: None)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
             try:
@@ -116,78 +118,61 @@ class WorkerGroup:
         """The error that a failed call raises: of all that went wrong, the death or exception that began it."""
         self.raise_if_broken()
         cause = cause_of(error)
-        known = self._known_failure(cause)
+        known = self.known_failure(cause)
         if known is not None:
             return known
         groups = {group.name: group for group in self._everybody() if group._broken is None}
-        if isinstance(cause, ActorDiedError | ActorUnavailableError):
-            deaths = [
-                Death(group.name, process, reason_of(cause))
-                for group in groups.values()
-                for process in group.processes
-                if process.actor_id == cause.actor_id
-            ]
-        else:
-            deaths = find_deaths((group.name, process) for group in groups.values() for process in group.processes)
-        errors = [death.as_error(*groups[death.pool].call_ended_by(death.process, call)) for death in deaths]
-        for death, named in zip(deaths, errors, strict=True):
-            groups[death.pool].break_with(named)
+        errors = []
+        for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
+            group = groups[process.pool]
+            ended = group._call_ended_by(process) or call
+            where = f"{process.pool} rank {process.rank} (node {process.address}, pid {process.pid})"
+            producer = process.producer(ended.role, ended.method)
+            errors.append(producer.error(f"{where} died during {ended.role}.{ended.method}: {reason}"))
+            group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:
             return errors[0]
         named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
-        if not call.has_ended(GRACE_S):
+        if not call.has_ended(within_s=GRACE_S):
             self.break_with(named)
         return named
 
-    def raise_known_failure(self, error: WorkerError) -> NoReturn:
-        """An error about a pool that is broken: what broke it. Any other as it is."""
-        raise (self._known_failure(error) or error) from None
-
-    def _known_failure(self, cause: BaseException) -> WorkerError | None:
+    def known_failure(self, cause: BaseException) -> WorkerError | None:
         """What broke the pool that an error is about, if that is known: the error may be one of its consequences."""
         for group in self._everybody():
             pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
-            actor_named = isinstance(cause, ActorDiedError | ActorUnavailableError) and any(
+            actor_named = isinstance(cause, ActorGoneError) and any(
                 process.actor_id == cause.actor_id for process in group.processes
             )
             if group._broken is not None and (pool_named or actor_named):
                 return group._broken
         return None
 
-    def remember(self, call: PendingCall) -> None:
-        """Note a call, without keeping its result alive, so that a death can be told by what it ended."""
-        self._recent.append(weakref.ref(call))
-
-    def call_ended_by(self, process: Process, noticed_in: PendingCall) -> tuple[str, str]:
-        """Role and method of the first call that a process left unanswered when it died."""
-        calls = [call for call in (reference() for reference in self._recent) if call is not None]
-        ended = next((call for call in calls if call.was_ended_by_death_of(process)), noticed_in)
-        return ended.role, ended.method
+    def _call_ended_by(self, process: Process) -> PendingCall | None:
+        """The first call that a process left unanswered when it died."""
+        calls = [call for call in (reference() for reference in self.recent) if call is not None]
+        return next((call for call in calls if call.was_ended_by_death_of(process)), None)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self._roles) or 'none'}>"
 
 
+@dataclass(eq=False, repr=False)
 class RoleProxy:
     """The registered methods of a role, as methods of this object. Every one takes `blocking=` beside its own."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        role: str,
-        worker_class: type[Worker],
-        tp_size: int,
-        ready: CallFuture,
-        blocking: bool | None = None,
-    ) -> None:
-        self.group = group
-        self.role_name = role
-        self.worker_class = worker_class
-        self.tp_size = tp_size
-        self.ready = ready
-        self._blocking = blocking
-        self._specs = registered_methods(worker_class)
+    group: WorkerGroup
+    role_name: str
+    worker_class: type[Worker]
+    tp_size: int
+    ready: CallFuture
+    """Of making the role."""
+    blocking: bool | None = None
+    """The default of calls through this proxy; None leaves it to the methods."""
+
+    def __post_init__(self) -> None:
+        self._specs = registered_methods(self.worker_class)
 
     @property
     def world_size(self) -> int:
@@ -198,8 +183,7 @@ class RoleProxy:
         return self.world_size // self.tp_size
 
     def with_blocking(self, blocking: bool | None) -> RoleProxy:
-        """The same role with another default of `blocking`; None leaves it to the methods."""
-        return RoleProxy(self.group, self.role_name, self.worker_class, self.tp_size, self.ready, blocking)
+        return replace(self, blocking=blocking)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         specs = self.__dict__.get("_specs", {})
@@ -210,7 +194,7 @@ class RoleProxy:
 
         def call(*args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
             future = self._submit(name, spec, args, kwargs)
-            chosen = next(choice for choice in (blocking, self._blocking, spec.blocking) if choice is not None)
+            chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
             return future.get() if chosen else future
 
         return call
@@ -244,7 +228,8 @@ class RoleProxy:
         pending = PendingCall(self.group, self.role_name, name, refs, answering, call.number, sources)
         if call.returns_rows:
             return DataProtoFuture([pending])
-        return CallFuture([pending], self._collector(spec, only_zero))
+        collect = collect_first if only_zero else collect_list
+        return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
 
     def _num_parts(
         self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
@@ -275,12 +260,6 @@ class RoleProxy:
         kwargs = {name: pack(value) for name, value in call.kwargs.items()}
         return pack_call(replace(call, args=args, kwargs=kwargs)), objects
 
-    def _collector(self, spec: MethodSpec, only_zero: bool) -> Callable[[list[Any]], Any]:
-        if spec.collect_fn is not None:
-            collect = spec.collect_fn
-            return lambda results: collect(self, results)
-        return collect_first if only_zero else collect_list
-
     def __repr__(self) -> str:
         return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
@@ -290,29 +269,23 @@ LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 """Modes in which every argument is a list."""
 
 
+@dataclass(eq=False, repr=False)
 class PendingCall:
     """A call under way: a reference to each rank's reply, and until it has ended, the calls whose results it takes."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        role: str,
-        method: str,
-        refs: list[Any],
-        answering: list[Any],
-        number: int = 0,
-        sources: Sequence[Pending] = (),
-    ) -> None:
-        self.group = group
-        self.role = role
-        self.method = method
-        self._refs = refs
-        self.refs = answering
-        self.number = number
-        self._sources = sources
-        self._replies: dict[Any, Reply] | None = None
-        self._error: WorkerError | None = None
-        group.remember(self)
+    group: WorkerGroup
+    role: str
+    method: str
+    all_refs: list[Any]
+    refs: list[Any]
+    """Of the ranks that answer."""
+    number: int = 0
+    sources: Sequence[Pending] = ()
+    _replies: dict[Any, Reply] | None = field(default=None, init=False)
+    _error: WorkerError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.group.recent.append(weakref.ref(self))
 
     @property
     def what(self) -> str:
@@ -329,16 +302,16 @@ class PendingCall:
         ]
 
     def has_ended(self, within_s: float) -> bool:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=within_s)
-        return len(ready) == len(self._refs)
+        ready, _ = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=within_s)
+        return len(ready) == len(self.all_refs)
 
     def was_ended_by_death_of(self, process: Process) -> bool:
         """Whether this call had reached a process, or was queued there, when it died."""
-        if process.rank >= len(self._refs):
+        if process.rank >= len(self.all_refs):
             return False
         try:
-            ray.get(self._refs[process.rank], timeout=0)
-        except (ActorDiedError, ActorUnavailableError) as error:
+            ray.get(self.all_refs[process.rank], timeout=0)
+        except ActorGoneError as error:
             return bool(error.actor_id == process.actor_id)
         except RayError:
             return False
@@ -348,7 +321,7 @@ class PendingCall:
         try:
             return fetch_columns(columns)
         except WorkerError as error:
-            self.group.raise_known_failure(error)
+            raise (self.group.known_failure(error) or error) from None
 
     def _wait(self, timeout_s: float | None) -> dict[Any, Reply]:
         """Every rank's reply. An error of one rank is raised at once, though another may never answer."""
@@ -357,30 +330,18 @@ class PendingCall:
         timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._replies is None:
+            wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            ready, missing = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=wait_s)
             try:
-                replies = ray.get(self._refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-                self._replies = dict(zip(self._refs, map(unpack_reply, replies), strict=True))
-                self._sources = ()
-            except GetTimeoutError:
-                self._raise_early_errors()
-                self.group.raise_if_broken()
-                if time.monotonic() >= deadline:
-                    raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s") from None
+                replies = ray.get(ready)
             except RayError as error:
-                self._fail(error)
+                self._error = self.group.diagnose(error, self)
+                raise self._error from None
+            if not missing:
+                self._replies = dict(zip(ready, map(unpack_reply, replies), strict=True))
+                self.sources = ()
+                break
+            self.group.raise_if_broken()
+            if time.monotonic() >= deadline:
+                raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s")
         return self._replies
-
-    def _raise_early_errors(self) -> None:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
-        try:
-            ray.get(ready)
-        except RayError as error:
-            self._fail(error)
-
-    def _fail(self, error: RayError) -> None:
-        self._error = self.group.diagnose(error, self)
-        raise self._error from None
-
-
-def _nothing(results: list[Any]) -> None:
-    return None
