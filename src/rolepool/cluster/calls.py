@@ -19,7 +19,7 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
-from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
+from rolepool.protocol.batching import pad_rows, unpad_dataproto
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import (
@@ -97,11 +97,6 @@ def pack_call(call: Call) -> bytes:
     """A call as bytes, which Ray passes on several times faster than an object; made once for all ranks."""
     packed: bytes = cloudpickle.dumps(call)
     return packed
-
-
-def unpack_call(packed: bytes) -> Call:
-    call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
-    return call
 
 
 def pack_reply(reply: Reply) -> bytes | Reply:
@@ -208,13 +203,11 @@ def without_padding(result: Any, share: Share | None) -> Any:
     share, or a whole multiple of them in row-major order. Anything else is not rows, and is left as it is."""
     if share is None or not share.padding or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
-    num_rows = len(result)
-    if num_rows == 0 or num_rows % share.size:
+    per_row, rest = divmod(len(result), share.size)
+    if per_row == 0 or rest:
         return result
-    trimmed = result[: num_rows // share.size * share.num_real]
-    if isinstance(trimmed, DataProto) and trimmed.batch is not None and IS_PADDING_KEY in trimmed.batch.keys():  # noqa: SIM118
-        del trimmed.batch[IS_PADDING_KEY]
-    return trimmed
+    padding = per_row * share.padding
+    return unpad_dataproto(result, padding) if isinstance(result, DataProto) else result[: len(result) - padding]
 
 
 def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Worker groups: the processes of a pool, their roles, and calls on them.
 
-Owns handing a call's arguments to ranks and its results to futures. One group per pool; roles of a pool are proxies
-on the same processes, and its calls run in the order they were made.
+Owns handing a call's arguments to ranks and its results to futures, and saying who really died when a call fails: a
+rank whose peer died sees a closed connection; what is reported is the peer. One group per pool; roles of a pool are
+proxies on the same processes, and its calls run in the order they were made.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
 from rolepool.cluster.calls import Call, fetch_columns, pack_argument, pack_call, sources_of, unpack_reply
-from rolepool.cluster.failure import ActorGoneError, cause_of, find_deaths
 from rolepool.cluster.launch import Process
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
@@ -34,6 +34,9 @@ GRACE_S = 3.0
 MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
 
+PING_TIMEOUT_S = 2.0
+
+ActorGoneError = (ActorDiedError, ActorUnavailableError)
 _numbers = itertools.count(1)
 
 
@@ -45,10 +48,10 @@ def next_call_number() -> int:
 class WorkerGroup:
     """The processes of a pool. Made by `Cluster`."""
 
-    def __init__(self, name: str, processes: Sequence[Process], everybody: Callable[[], Iterable[WorkerGroup]]) -> None:
+    def __init__(self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]) -> None:
         self.name = name
         self.processes = list(processes)
-        self._everybody = everybody
+        self._all_groups = all_groups
         self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
@@ -121,7 +124,7 @@ class WorkerGroup:
         known = self.known_failure(cause)
         if known is not None:
             return known
-        groups = {group.name: group for group in self._everybody() if group._broken is None}
+        groups = {name: group for name, group in self._all_groups.items() if group._broken is None}
         errors = []
         for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
             group = groups[process.pool]
@@ -140,7 +143,7 @@ class WorkerGroup:
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
         """What broke the pool that an error is about, if that is known: the error may be one of its consequences."""
-        for group in self._everybody():
+        for group in self._all_groups.values():
             pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
             actor_named = isinstance(cause, ActorGoneError) and any(
                 process.actor_id == cause.actor_id for process in group.processes
@@ -345,3 +348,39 @@ class PendingCall:
             if time.monotonic() >= deadline:
                 raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s")
         return self._replies
+
+
+# Ray's errors
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a worker raised, out of the wrappings that Ray adds each time it is passed on."""
+    while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
+        error = error.cause
+    return error
+
+
+def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
+    """The processes that are gone, and why: the one that the cause names, or those that do not answer a ping."""
+    if isinstance(cause, ActorGoneError):
+        return [(process, reason_of(cause)) for process in processes if process.actor_id == cause.actor_id]
+    asked = [process.actor.ping.remote() for process in processes]
+    ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
+    deaths = []
+    for process, answer in zip(processes, asked, strict=True):
+        try:
+            ray.get(answer, timeout=0)
+        except GetTimeoutError:
+            continue  # busy, not dead: a process that is gone is answered for by Ray
+        except ActorGoneError as error:
+            deaths.append((process, reason_of(error)))
+        except RayError:
+            continue
+    return deaths
+
+
+def reason_of(error: BaseException) -> str:
+    """Ray's words on one line, without the paragraph of causes it could think of."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
+    text = " ".join(lines) or str(error)
+    return text.split("Some common causes include")[0].strip()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,26 +57,16 @@ class Process:
         return Producer(self.pool, role, self.rank, self.address, self.pid, method)
 
 
-@dataclass(frozen=True)
-class Launched:
-    """All processes of a plan, by pool, and the resources they stand on."""
+def launch(
+    plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
+) -> tuple[dict[str, list[Process]], PlacementGroup]:
+    """Start the plan's processes, all pools side by side: those of each pool, and the resources they stand on.
 
-    processes: dict[str, list[Process]]
-    resources: PlacementGroup
-
-    def close(self) -> None:
-        """End every process and give the resources back."""
-        for processes in self.processes.values():
-            for process in processes:
-                ray.kill(process.actor)
-        remove_placement_group(self.resources)
-
-
-def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int) -> Launched:
-    """Start the plan's processes, all pools side by side. Raises PlacementError or WorkerError; every wait ends."""
+    Raises PlacementError or WorkerError; every wait ends.
+    """
     device = slot_device(plan.device, nodes)
     _check_it_can_ever_fit(plan, nodes, device)
-    slots = sorted({slot for pool in plan.pools.values() for slot in pool.slots})
+    slots = sorted(_num_processes(plan))
     group = _reserve(plan, slots, nodes, device, timeout_s)
     started: dict[str, list[Any]] = {}
     try:
@@ -94,7 +85,7 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
                 ray.kill(actor)
         remove_placement_group(group)
         raise
-    return Launched(processes, group)
+    return processes, group
 
 
 def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
@@ -118,13 +109,9 @@ def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
 # Resources
 
 
-def _processes_on(plan: Plan) -> dict[Slot, list[str]]:
-    """The pools that have a process on each slot."""
-    pools_on: dict[Slot, list[str]] = {}
-    for name, pool in plan.pools.items():
-        for slot in pool.slots:
-            pools_on.setdefault(slot, []).append(name)
-    return pools_on
+def _num_processes(plan: Plan) -> Counter[Slot]:
+    """How many processes share each slot."""
+    return Counter(slot for pool in plan.pools.values() for slot in pool.slots)
 
 
 def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> None:
@@ -146,9 +133,8 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
                     f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
                     f"{highest}, and the node has {has}; lower trainer.n_gpus_per_node, or add {word}"
                 )
-    pools_on = _processes_on(plan)
     for index, node in enumerate(nodes):
-        num_processes = sum(len(pools) for slot, pools in pools_on.items() if slot.node == index)
+        num_processes = sum(count for slot, count in _num_processes(plan).items() if slot.node == index)
         if num_processes > node.num_cpus:
             problems.append(
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
@@ -159,11 +145,9 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
 
 
 def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: str, timeout_s: float) -> PlacementGroup:
-    pools_on = _processes_on(plan)
-    bundles = [
-        {"CPU": float(len(pools_on[slot]))} if device == "cpu" else {"GPU": 1.0, "CPU": float(len(pools_on[slot]))}
-        for slot in slots
-    ]
+    num_processes = _num_processes(plan)
+    gpu = {} if device == "cpu" else {"GPU": 1.0}
+    bundles = [{"CPU": float(num_processes[slot]), **gpu} for slot in slots]
     pinned = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
     group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=pinned)
     if not group.wait(timeout_s):

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
+import pickle
 import random
 import sys
 import time
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import Call, pack_reply, resolve, unpack_call, without_padding
+from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
 from rolepool.errors import WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
@@ -144,17 +145,21 @@ class WorkerProcess:
     def run(self, packed: bytes, *objects: Any) -> bytes | Reply:
         """Run a method of a role and answer with its span and its result, whose data stays here."""
         start_s = time.time()
-        call = unpack_call(packed)
+        call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
         producer = self._producer(call.role, call.method)
         if self._context.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         with self._as_role(call.role, call.method), part_times() as times:
-            worker = self._role(call.role)
+            if call.role in self._failed_roles:
+                raise self._failed_roles[call.role]
+            worker = self._roles[call.role]
             with part("fetch"):
                 args, kwargs, share = _resolved(call, objects)
-            result = self._invoke(worker, call.method, args, kwargs)
+            result = getattr(worker, call.method)(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = self._loop.run_until_complete(result)
             handled = _handled((*args, *kwargs.values()), result)
-            is_answer = worker.context.is_collected or not call.one_answer_per_dp_group
+            is_answer = worker.context.tp_rank == 0 or not call.one_answer_per_dp_group
             if not is_answer:
                 result = None
             elif call.returns_rows:
@@ -170,18 +175,9 @@ class WorkerProcess:
         )
         return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
 
-    def _invoke(self, worker: Worker, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        result = getattr(worker, method)(*args, **kwargs)
-        return self._loop.run_until_complete(result) if inspect.iscoroutine(result) else result
-
     def _store_all(self, objects: list[Encoded]) -> list[Any]:
         """Into shared memory, several at a time: storing one is mostly waiting for the node's store to answer."""
         return list(self._storing.map(ray.put, objects))
-
-    def _role(self, name: str) -> Worker:
-        if name in self._failed_roles:
-            raise self._failed_roles[name]
-        return self._roles[name]
 
     @contextmanager
     def _as_role(self, role: str, method: str) -> Iterator[None]:

@@ -5,7 +5,6 @@ Owns what a padding row looks like. Does not know who divides a batch, or why.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,9 +13,7 @@ import torch
 from rolepool.errors import DataError
 from rolepool.protocol.columns import describe, new_batch
 from rolepool.protocol.data import DataProto, DataProtoItem
-from rolepool.protocol.encoding import jagged_parts, object_array
-
-logger = logging.getLogger(__name__)
+from rolepool.protocol.encoding import object_array
 
 IS_PADDING_KEY = "is_padding"
 
@@ -30,8 +27,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     if size_divisor < 1:
         raise DataError(f"size_divisor is {size_divisor}; it must be at least 1")
     pad_size = -len(data) % size_divisor
-    if len(data) == 0:
-        logger.warning("padding a batch without rows changes nothing")
     if pad_size == 0:
         return data, 0
     return data.select_idxs(torch.arange(len(data) + pad_size) % len(data)), pad_size
@@ -44,7 +39,8 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if pad_size == 0:
         return data
     real = data.slice(0, len(data) - pad_size)
-    if real.batch is not None and IS_PADDING_KEY in real.batch.keys() and not real.batch[IS_PADDING_KEY].any():  # noqa: SIM118
+    mark = real.columns().get(IS_PADDING_KEY)
+    if mark is not None and not mark.any():
         del real.batch[IS_PADDING_KEY]
     return real
 
@@ -69,33 +65,22 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
         raise DataError("a batch without rows has no row to pad with")
     num_real = len(data)
     padded = data.select_idxs(torch.cat([torch.arange(num_real), torch.zeros(num_rows, dtype=torch.int64)]))
-    for key, tensor in padded.batch.items() if padded.batch is not None else ():
-        if _counts(key):
-            _zero_rows(tensor, num_real)
-    for key, array in padded.non_tensor_batch.items():
-        if _counts(key) and array.dtype.kind in "biufc":
-            array[num_real:] = 0
+    for key, column in padded.columns().items():
+        if not key.endswith(("mask", "weight", "weights")) or key.endswith("attention_mask"):
+            continue
+        if isinstance(column, torch.Tensor):
+            for row in column.unbind()[num_real:]:
+                row.zero_()
+        elif column.dtype.kind in "biufc":
+            column[num_real:] = 0
     if padded.batch is None:
         padded.batch = new_batch({}, [len(padded)])
-    if IS_PADDING_KEY not in padded.batch.keys():  # noqa: SIM118  # a TensorDict iterates rows
-        device = next((tensor.device for tensor in padded.batch.values()), None)
-        padded.batch.set(IS_PADDING_KEY, torch.zeros(padded.batch.batch_size, dtype=torch.bool, device=device))
-    padded.batch[IS_PADDING_KEY][num_real:] = True
+    device = next((tensor.device for tensor in padded.batch.values()), None)
+    is_padding = torch.arange(len(padded), device=device) >= num_real
+    if IS_PADDING_KEY in padded.columns():
+        is_padding |= padded.batch[IS_PADDING_KEY]
+    padded.batch.set(IS_PADDING_KEY, is_padding)
     return padded
-
-
-def _counts(key: str) -> bool:
-    return key.endswith(("mask", "weight", "weights")) and not key.endswith("attention_mask")
-
-
-def _zero_rows(tensor: torch.Tensor, start: int) -> None:
-    """Zero the rows from `start` on, in memory that nobody else has (rows that were gathered)."""
-    if not tensor.is_nested:
-        tensor[start:] = 0
-        return
-    values, offsets, dim = jagged_parts(tensor)
-    first, last = int(offsets[start]), int(offsets[-1])
-    values.narrow(dim - 1, first, last - first).zero_()
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:

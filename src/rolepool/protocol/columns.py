@@ -128,7 +128,7 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.is_nested != b.is_nested:
         return False
     if a.is_nested:
-        return same_value(tuple(jagged_parts(a)), tuple(jagged_parts(b)))
+        return same_value(jagged_parts(a), jagged_parts(b))
     if a.shape != b.shape:
         return False
     same_bytes = np.array_equal(tensor_bytes(a), tensor_bytes(b))

@@ -184,6 +184,14 @@ class DataProto:
             raise DataError(f"these keys are both in batch and in non_tensor_batch: {clash}")
         return {**tensors, **self.non_tensor_batch}
 
+    def like(self, columns: Mapping[str, Column], num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
+        """A batch of other columns, with that many rows, that is as this one otherwise."""
+        meta_info = dict(self.meta_info) if meta_info is None else meta_info
+        if self.batch is None:
+            return type(self).from_columns(columns, None, meta_info)
+        batch_size = [num_rows, *self.batch.batch_size[1:]]
+        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device)
+
     def check_consistency(self) -> None:
         """Raise a DataError that names the keys if the parts do not have the same rows or hold the wrong types."""
         problems: list[str] = []
@@ -306,7 +314,7 @@ class DataProto:
         if len(inner) > 1:
             raise DataError(f"the batches differ in the batch dimensions after the first: {sorted(inner)}")
         meta_info = merge_meta_info([part.meta_info for part in data])
-        return first._like(join_rows([part.columns() for part in data]), sum(map(len, data)), meta_info)
+        return first.like(join_rows([part.columns() for part in data]), sum(map(len, data)), meta_info)
 
     def make_iterator(
         self,
@@ -345,7 +353,7 @@ class DataProto:
         tensors = _picked(self.batch, batch_keys, "batch")
         arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
         meta_info = _picked(self.meta_info, meta_info_keys, "meta_info")
-        selected = self._like({**tensors, **arrays}, len(self), meta_info)
+        selected = self.like({**tensors, **arrays}, len(self), meta_info)
         return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
@@ -373,7 +381,7 @@ class DataProto:
         moved = [kept.pop(key) for key in old]
         if taken := sorted({key for key in new if key in kept or new.count(key) > 1}):
             raise DataError(f"renaming {old} to {new} would give two columns the name {taken}")
-        self._replace_with(self._like({**kept, **dict(zip(new, moved, strict=True))}, len(self)))
+        self._replace_with(self.like({**kept, **dict(zip(new, moved, strict=True))}, len(self)))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -430,16 +438,8 @@ class DataProto:
     def _keys(self) -> list[str]:
         return sorted(self.columns())
 
-    def _like(self, columns: Mapping[str, Column], num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """These columns with that many rows; the rest is as here."""
-        meta_info = dict(self.meta_info) if meta_info is None else meta_info
-        if self.batch is None:
-            return type(self).from_columns(columns, None, meta_info)
-        batch_size = [num_rows, *self.batch.batch_size[1:]]
-        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device)
-
     def _take(self, rows: Rows) -> DataProto:
-        return self._like(take_rows(self.columns(), rows), len(torch.arange(len(self))[rows]))
+        return self.like(take_rows(self.columns(), rows), len(torch.arange(len(self))[rows]))
 
     def _item(self, row: int) -> DataProtoItem:
         batch, jagged_keys = None, frozenset[str]()

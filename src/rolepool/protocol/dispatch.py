@@ -71,24 +71,17 @@ def register(
     the list of the ranks' results. `blocking` is the default of a call's own `blocking=`: wait, or return a future.
     `reads` names the keys of batches that the method reads; others are not sent. None: all.
     """
+    custom: dict[str, Any] = {}
     if isinstance(dispatch_mode, dict):
         if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
             raise DataError(f"dispatch_mode has {sorted(dispatch_mode)}; it must have dispatch_fn and collect_fn")
-        custom = {"dispatch_fn": dispatch_mode["dispatch_fn"], "collect_fn": dispatch_mode["collect_fn"]}
-        dispatch = Dispatch.ALL_TO_ALL
-    elif isinstance(dispatch_mode, Dispatch):
-        custom, dispatch = {}, dispatch_mode
-    else:
+        custom, dispatch_mode = dispatch_mode, Dispatch.ALL_TO_ALL
+    if not isinstance(dispatch_mode, Dispatch):
         raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be a Dispatch, or a dict of two functions")
     if not isinstance(execute_mode, Execute):
         raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
-    spec = MethodSpec(
-        dispatch=dispatch,
-        execute=execute_mode,
-        blocking=blocking,
-        reads=None if reads is None else frozenset(reads),
-        **custom,
-    )
+    keys = None if reads is None else frozenset(reads)
+    spec = MethodSpec(dispatch_mode, execute_mode, blocking, keys, **custom)
 
     def mark(method: Method) -> Method:
         if "blocking" in inspect.signature(method).parameters:

@@ -88,7 +88,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
             # Columns with one offsets tensor share it again on the other side, by which torch knows that their rows
             # have the same lengths.
-            return jagged_from_parts, tuple(jagged_parts(value))
+            return jagged_from_parts, jagged_parts(value)
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
@@ -129,23 +129,16 @@ def object_array(items: Sequence[Any]) -> npt.NDArray[np.object_]:
     return array
 
 
-class Jagged(NamedTuple):
-    """A jagged tensor without holes: row i is `values` from `offsets[i]` to `offsets[i + 1]`.
+def jagged_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The values, offsets and dimension of a jagged tensor, without holes.
 
-    `dim` is the dimension of the jagged tensor whose length varies (1, unless it was transposed); in `values`, which
-    has no dimension of rows, it is `dim - 1`.
+    Row i is `values` from `offsets[i]` to `offsets[i + 1]`. The dimension is that of the jagged tensor whose length
+    varies (1, unless it was transposed); in `values`, which has no dimension of rows, it is one less.
     """
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-    dim: int
-
-
-def jagged_parts(tensor: torch.Tensor) -> Jagged:
     jagged: Any = tensor  # torch types it as a plain Tensor, and has no public name for the ragged dimension
     if jagged.lengths() is not None:
         jagged = jagged.contiguous()
-    return Jagged(jagged.values(), jagged.offsets(), int(jagged._ragged_idx))
+    return jagged.values(), jagged.offsets(), int(jagged._ragged_idx)
 
 
 def jagged_from_parts(values: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:

@@ -202,12 +202,12 @@ def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     if len({len(part) for part in parts if part.columns()}) > 1:
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = with_keys(joined, frozenset(joined.columns().keys() - part.columns().keys()))
-        joined.meta_info = {key: value for key, value in joined.meta_info.items() if key not in part.meta_info}
-        joined = joined.union(part)
-    return joined
+    columns, meta_info = {}, {}
+    for part in parts:
+        columns.update(part.columns())
+        meta_info.update(part.meta_info)
+    widest = max(parts, key=lambda part: (part.batch is not None, len(part.columns())))
+    return widest.like(columns, len(widest), meta_info)
 
 
 def intersection(one: Keys, other: Keys) -> Keys:
@@ -220,8 +220,7 @@ def with_keys(batch: DataProto, keys: Keys) -> DataProto:
     """The batch with those of the keys that it has."""
     if keys is None:
         return batch
-    tensors = [] if batch.batch is None else [key for key in batch.batch.keys() if key in keys]  # noqa: SIM118
-    return batch.select(tensors, [key for key in batch.non_tensor_batch if key in keys])
+    return batch.like({key: column for key, column in batch.columns().items() if key in keys}, len(batch))
 
 
 def rows_with_keys(batch: DataProto, rows: Rows | None, keys: Keys) -> DataProto:

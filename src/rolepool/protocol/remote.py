@@ -26,10 +26,9 @@ INLINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Share:
-    """Part `index` of `parts` of a batch of `total` rows: rows `start` to `end`, and `padding` rows after them.
+    """Part `index` of `parts` of a batch of `total` rows: contiguous `rows`, and `padding` after them.
 
-    Parts are contiguous and of one size, the last ones are filled up with padding. Driver and workers both compute it,
-    so nobody has to be told.
+    Parts are of one size, padding included. Driver and workers both compute it, so nobody has to be told.
     """
 
     total: int
@@ -38,20 +37,15 @@ class Share:
 
     @property
     def size(self) -> int:
-        """Rows of every part, padding included."""
         return -(-self.total // self.parts)
 
     @property
-    def start(self) -> int:
-        return min(self.index * self.size, self.total)
-
-    @property
-    def end(self) -> int:
-        return min(self.start + self.size, self.total)
+    def rows(self) -> range:
+        return range(self.total)[self.index * self.size :][: self.size]
 
     @property
     def num_real(self) -> int:
-        return self.end - self.start
+        return len(self.rows)
 
     @property
     def padding(self) -> int:
@@ -60,7 +54,7 @@ class Share:
     @property
     def fetched(self) -> Rows:
         """The rows to have at hand: the real ones, or the first of the batch where all are padding."""
-        return np.arange(self.start, self.end) if self.num_real else np.arange(min(self.total, 1))
+        return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
 
 
 class Producer(NamedTuple):

@@ -84,7 +84,7 @@ def _to_json(value: Any, where: str, entries: _Entries) -> Any:
         columns = {key: inner(tensor, key) for key, tensor in value.items()}
         return {"$batch": columns, "batch_size": list(value.batch_size)}
     if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
-        return {"$jagged": [inner(part, name) for name, part in jagged_parts(value)._asdict().items()]}
+        return {"$jagged": [inner(part, i) for i, part in enumerate(jagged_parts(value))]}
     if isinstance(value, torch.Tensor) and value.dtype in _NATIVE_DTYPES:
         # A copy: safetensors refuses two entries in one storage.
         entries[where] = value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -41,11 +41,6 @@ class WorkerContext:
         return self.rank % self.tp_size
 
     @property
-    def is_collected(self) -> bool:
-        """Whether this rank answers for its data-parallel group."""
-        return self.tp_rank == 0
-
-    @property
     def init_seed(self) -> int:
         """Seed while the role is made: the same on every rank and in every pool, so that weights are too."""
         return derive_seed(self.run_seed, self.role)
@@ -62,11 +57,8 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-_OUTSIDE = WorkerContext()
-"""Of a worker that no process of a pool made."""
-
 _context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(
-    "worker_context", default=(_OUTSIDE, MappingProxyType({}))
+    "worker_context", default=(WorkerContext(), MappingProxyType({}))
 )
 
 
