@@ -465,7 +465,7 @@ def test_items_collate_into_the_batch_they_came_from() -> None:
     assert_same(collate_fn(list(data)), data)
     assert rows_in(collate_fn([data[5], data[5]])) == [5, 5]
     rows = [DataProto.from_dict({"a": torch.ones(1, n)})[0] for n in (1, 2)]
-    with pytest.raises(DataError, match=r"'a' cannot be stacked: float32\[1\].*float32\[2\]"):
+    with pytest.raises(DataError, match=r"'a' cannot be concatenated: float32\[1, 1\].*float32\[1, 2\]"):
         collate_fn(rows)
 
 

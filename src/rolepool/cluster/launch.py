@@ -53,6 +53,9 @@ class Process:
     def actor_id(self) -> str:
         return str(self.actor._actor_id.hex())
 
+    def __str__(self) -> str:
+        return f"{self.pool} rank {self.rank} (node {self.address}, pid {self.pid})"
+
     def producer(self, role: str, method: str) -> Producer:
         return Producer(self.pool, role, self.rank, self.address, self.pid, method)
 
@@ -259,8 +262,7 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
             )
             answers.append(process.actor.take_rank.remote(context, shares[name]))
         for process in members:
-            who = f"{name} rank {process.rank} (node {process.address}, pid {process.pid})"
-            joined[process.actor.join_pool.remote(answers[0], START_TIMEOUT_S)] = who, name
+            joined[process.actor.join_pool.remote(answers[0], START_TIMEOUT_S)] = str(process), name
     for _ in _await_all(joined, "meet the other ranks of its pool"):
         pass
 

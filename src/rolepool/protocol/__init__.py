@@ -18,12 +18,12 @@ from rolepool.protocol.columns import union_tensor_dict as union_tensor_dict
 from rolepool.protocol.data import AUTO_PADDING_KEY as AUTO_PADDING_KEY
 from rolepool.protocol.data import DataProto as DataProto
 from rolepool.protocol.data import DataProtoItem as DataProtoItem
-from rolepool.protocol.dispatch import Dispatch as Dispatch
-from rolepool.protocol.dispatch import Execute as Execute
-from rolepool.protocol.dispatch import register as register
 from rolepool.protocol.encoding import Encoded as Encoded
 from rolepool.protocol.encoding import encode as encode
 from rolepool.protocol.futures import CallFuture as CallFuture
 from rolepool.protocol.futures import DataProtoFuture as DataProtoFuture
+from rolepool.protocol.worker import Dispatch as Dispatch
+from rolepool.protocol.worker import Execute as Execute
 from rolepool.protocol.worker import Worker as Worker
 from rolepool.protocol.worker import WorkerContext as WorkerContext
+from rolepool.protocol.worker import register as register

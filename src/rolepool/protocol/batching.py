@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import describe, new_batch
+from rolepool.protocol.columns import new_batch
 from rolepool.protocol.data import DataProto, DataProtoItem
 from rolepool.protocol.encoding import object_array
 
@@ -113,23 +113,15 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """The batch whose rows these items are; without meta_info, which belongs to the batch they came from."""
     if not items:
         raise DataError("nothing to collate: the list of items is empty")
-    first = items[0]
-    keys = [(sorted([] if item.batch is None else item.batch.keys()), sorted(item.non_tensor_batch)) for item in items]
-    for i, others in enumerate(keys):
-        if others != keys[0]:
-            raise DataError(f"items 0 and {i} have different keys: {keys[0]} and {others}")
-    batch = None
-    if first.batch is not None:
-        columns = {key: _stack(key, [item.batch.get(key) for item in items], first) for key in keys[0][0]}
-        batch = new_batch(columns, [len(items), *first.batch.batch_size], first.batch.device)
-    arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in first.non_tensor_batch}
-    return DataProto(batch, arrays)
+    return DataProto.concat([_batch_of_one(item) for item in items])
 
 
-def _stack(key: str, rows: list[torch.Tensor], item: DataProtoItem) -> torch.Tensor:
-    if key in item.jagged_keys:
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
-    try:
-        return torch.stack(rows)
-    except RuntimeError as error:
-        raise DataError(f"{key!r} cannot be stacked: {', '.join(describe(row) for row in rows)}") from error
+def _batch_of_one(item: DataProtoItem) -> DataProto:
+    arrays = {key: object_array([value]) for key, value in item.non_tensor_batch.items()}
+    if item.batch is None:
+        return DataProto(None, arrays)
+    columns = {
+        key: torch.nested.nested_tensor([row], layout=torch.jagged) if key in item.jagged_keys else row.unsqueeze(0)
+        for key, row in item.batch.items()
+    }
+    return DataProto(new_batch(columns, [1, *item.batch.batch_size], item.batch.device), arrays)

@@ -216,15 +216,9 @@ def intersection(one: Keys, other: Keys) -> Keys:
     return one & other
 
 
-def with_keys(batch: DataProto, keys: Keys) -> DataProto:
-    """The batch with those of the keys that it has."""
-    if keys is None:
-        return batch
-    return batch.like({key: column for key, column in batch.columns().items() if key in keys}, len(batch))
-
-
 def rows_with_keys(batch: DataProto, rows: Rows | None, keys: Keys) -> DataProto:
     """These rows (None: all) of those of the keys that it has."""
-    chosen = with_keys(batch, keys)
+    columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
+    chosen = batch.like(columns, len(batch))
     without_rows = len(chosen) < len(batch)  # none of its arrays is among the keys, so there is nothing to pick from
     return chosen if rows is None or without_rows else pick_rows(chosen, rows)
