@@ -183,7 +183,7 @@ def _copy_on_write(memory: _SharedMemory, buffers: list[Buffer]) -> list[Buffer]
             )
         finally:
             os.close(descriptor)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.debug("copying %d bytes, as they cannot be mapped copy-on-write: %s", high - low, error)
         return [buffer.copy() for buffer in buffers]
     mapping.memory, mapping.owners = memory, buffers
