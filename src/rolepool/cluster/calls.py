@@ -18,7 +18,7 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
-from rolepool.protocol.batching import pad_rows, unpad_dataproto
+from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import (
@@ -199,8 +199,10 @@ def without_padding(result: Any, share: Share | None) -> Any:
     per_row, rest = divmod(len(result), share.size)
     if per_row == 0 or rest:
         return result
-    padding = per_row * share.padding
-    return unpad_dataproto(result, padding) if isinstance(result, DataProto) else result[: len(result) - padding]
+    trimmed = result[: per_row * share.num_real]
+    if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
+        trimmed.pop([IS_PADDING_KEY])
+    return trimmed
 
 
 def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
