@@ -61,11 +61,8 @@ def of_a_call(num_rows: int, width: int) -> float:
             for _ in range(12):  # as an update of four mini-batches has
                 with part("forward"):
                     pass
-        handled = process._Handled.of([batch], None)
         Span("pool", "role", 0, "method", 0.0, 0.0, 0.0)._replace(
-            num_rows=handled.num_rows,
-            num_tokens=handled.num_tokens,
-            num_bytes=handled.num_bytes,
+            **process._handled([batch], None),
             peak_memory_bytes=process._peak_memory_bytes("cpu"),
             parts=times.seconds(),
         )

@@ -23,7 +23,7 @@ from rolepool.placement.models import read_shape
 from rolepool.placement.roles import Role
 from rolepool.protocol import DataProto
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
-from rolepool.protocol.rows import Share
+from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.less_memory import offloads

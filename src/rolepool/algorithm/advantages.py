@@ -33,16 +33,8 @@ def compute_gae_advantage_return(
     A_t     = delta_t + gamma lam A_{t+1}        with V and A 0 after the last token
     R_t     = A_t + V_t                          from A before whitening
     """
-    rewards, values = keep_masked(token_level_rewards, response_mask), keep_masked(values, response_mask)
-    advantages = torch.zeros_like(rewards + values)
-    next_value = next_advantage = advantages.new_zeros(len(advantages))
-    for t in reversed(range(advantages.shape[-1])):
-        kept = response_mask[:, t].bool()
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(kept, values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    return masked_whiten(advantages, response_mask), keep_masked(advantages + values, response_mask)
+    advantages, returns = _gae(token_level_rewards, values, response_mask, gamma, lam)
+    return masked_whiten(advantages, response_mask), returns
 
 
 @torch.no_grad()
@@ -170,15 +162,23 @@ def compute_advantage(
     )
 
 
-def _discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} over the kept tokens."""
-    rewards = keep_masked(token_level_rewards, response_mask)
-    returns = torch.zeros_like(rewards)
-    running = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[-1])):
-        running = torch.where(response_mask[:, t].bool(), rewards[:, t] + gamma * running, running)
-        returns[:, t] = running
-    return keep_masked(returns, response_mask)
+def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t and R_t as in `compute_gae_advantage_return`, A_t not whitened."""
+    rewards, values = keep_masked(rewards, mask), keep_masked(values, mask)
+    advantages = torch.zeros_like(rewards + values)
+    next_value = next_advantage = advantages.new_zeros(len(advantages))
+    for t in reversed(range(advantages.shape[-1])):
+        kept = mask[:, t].bool()
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(kept, values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return advantages, keep_masked(advantages + values, mask)
+
+
+def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over the kept tokens: what GAE gives with lam 1 for a critic that says 0."""
+    return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
 def _scores_and_groups(

@@ -82,7 +82,7 @@ class FixedKLController:
         """The configured coefficient stays in force."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """A coefficient steered so that the KL stays near a target (Ziegler et al. 2019).
 
     error = clip(current_kl / target_kl - 1, -0.2, 0.2)
@@ -90,7 +90,8 @@ class AdaptiveKLController:
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
-        self.value, self.target_kl, self.horizon = init_kl_coef, target_kl, horizon
+        super().__init__(init_kl_coef)
+        self.target_kl, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         # One such step could take the coefficient to zero or below, where it rewards leaving the reference.
@@ -102,21 +103,12 @@ class AdaptiveKLController:
         error = min(max(current_kl / self.target_kl - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * n_steps / self.horizon
 
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value = state["value"]
 
 
-KLController = FixedKLController | AdaptiveKLController
-
-
-def get_kl_controller(kind: str, kl_coef: float, target_kl: float, horizon: int) -> KLController:
-    """The controller that `kl_ctrl.type` names; a fixed one has no use for target and horizon."""
-    match kind:
-        case "fixed":
-            return FixedKLController(kl_coef)
-        case "adaptive":
-            return AdaptiveKLController(kl_coef, target_kl, horizon)
-    raise ValueError(f"unknown KL controller {kind!r}; choose from fixed, adaptive")
+def get_kl_controller(kind: str, kl_coef: float, target_kl: float, horizon: int) -> FixedKLController:
+    """The controller that `kl_ctrl.type` names, fixed or adaptive; a fixed one has no use for target and horizon."""
+    if kind not in ("fixed", "adaptive"):
+        raise ValueError(f"unknown KL controller {kind!r}; choose from fixed, adaptive")
+    return AdaptiveKLController(kl_coef, target_kl, horizon) if kind == "adaptive" else FixedKLController(kl_coef)

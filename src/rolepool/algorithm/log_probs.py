@@ -1,107 +1,152 @@
-"""Log-probabilities and entropies from logits, without a second copy of the logits.
+"""Log-probabilities and entropies: from logits, or from hidden states and the head without all logits at once.
 
-The logits of a micro-batch are often the largest tensor of a step. Both functions keep only the logits they were
-given for the backward pass, work through them in pieces of bounded size, and compute half-precision logits in
-float32. Neither knows of temperature (divide the logits first) or of masks.
+With a vocabulary of 150,000 the logits of a pass take more memory than the rest of it. `LinearLogProbs` makes them some
+tokens at a time, turns them into numbers per token, and makes them again in the backward pass. 16-bit logits are
+computed with in float32. Knows no model and no masks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MAX_ELEMENTS_PER_PIECE = 1 << 25  # 128 MiB of float32: long enough rows for a GPU, small beside the logits
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What makes a faster function of the same meaning."""
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p(label) = z_label - logsumexp(z). logits are [..., vocabulary], labels [...] with ids inside it.
-
-    Half-precision logits give float32 log-probs; other types keep theirs.
-    """
-    log_probs: Tensor = _LogProbs.apply(logits, labels)  # type: ignore[no-untyped-call]
-    return log_probs
+    """log p(label) = z_label - logsumexp(z). logits are [..., vocabulary], labels [...] with ids inside it."""
+    return torch.log_softmax(_precise(logits), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = -sum_v p_v log p_v = logsumexp(z) - sum_v p_v z_v; a logit of -inf adds 0.
+    """H = -sum_v p_v log p_v; a logit of -inf adds 0."""
+    log_p = torch.log_softmax(_precise(logits), dim=-1)
+    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
 
-    Half-precision logits give float32 entropies; other types keep theirs.
+
+class LinearLogProbs:
+    """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of hidden.
+
+    `max_logits` bounds how many logits there are at a time; a row's are never cut. `compiled` is applied to what makes
+    them and computes with them.
     """
-    entropies: Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]
-    return entropies
+
+    def __init__(self, max_logits: int, compiled: Compile = lambda function: function) -> None:
+        self.max_logits = max_logits
+        self.score, self.differentiate = compiled(_score), compiled(_differentiate)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are [tokens], in float32
+        where hidden has 16 bits."""
+        scores: tuple[Tensor, Tensor] = _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-untyped-call]
+        return scores
+
+    def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
+        """As few as there can be, of about the same size: kernels for a small rest would be made apart."""
+        most = max(1, self.max_logits // vocab_size)
+        size = -(-num_tokens // max(1, -(-num_tokens // most)))
+        for start in range(0, num_tokens, max(1, size)):
+            yield slice(start, start + size)
 
 
-class _LogProbs(torch.autograd.Function):
+class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, labels)
-        log_probs = torch.empty(labels.shape, dtype=_precise(logits), device=logits.device)
-        for piece in _pieces(logits.shape):
-            log_probs[piece] = _log_softmax(logits[piece]).gather(-1, labels[piece].unsqueeze(-1)).squeeze(-1)
-        return log_probs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        """d log p_label / dz_v = [v = label] - p_v."""
-        logits, labels = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for piece in _pieces(logits.shape):
-            grad = grads[0][piece].unsqueeze(-1)
-            gradient = _log_softmax(logits[piece]).exp_().mul_(-grad)
-            gradient.scatter_add_(-1, labels[piece].unsqueeze(-1), grad)
-            grad_logits[piece] = gradient.masked_fill_(grad == 0, 0)  # NaN logits of a masked token stay there
-        return grad_logits, None
-
-
-class _Entropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        entropies = torch.empty(logits.shape[:-1], dtype=_precise(logits), device=logits.device)
-        for piece in _pieces(logits.shape):
-            log_p = _log_softmax(logits[piece])
-            p = log_p.exp()
-            entropies[piece] = -log_p.masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
-        return entropies
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, how: LinearLogProbs
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_sums, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        for piece in how.pieces(len(hidden), len(weight)):
+            scores = how.score(hidden[piece], weight, labels[piece], temperature)
+            log_sums[piece], log_probs[piece], entropies[piece] = scores
+        ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
+        ctx.temperature, ctx.how = temperature, how
+        ctx.set_materialize_grads(False)  # entropies are seldom part of a loss, and their gradient is half the work
+        return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        """dH / dz_v = -p_v (log p_v + H)."""
-        (logits,) = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for piece in _pieces(logits.shape):
-            grad = grads[0][piece].unsqueeze(-1)
-            log_p = _log_softmax(logits[piece])
-            p = log_p.exp()
-            log_p.masked_fill_(p == 0, 0)
-            entropy = -(p * log_p).sum(dim=-1, keepdim=True)
-            grad_logits[piece] = log_p.add_(entropy).mul_(p).mul_(-grad).masked_fill_(grad == 0, 0)
-        return grad_logits
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
+        of_log_probs, of_entropies = grads
+        of_log_probs = torch.zeros_like(log_sums) if of_log_probs is None else of_log_probs
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Many pieces are added up: in 16 bits the sum would lose what the last ones add.
+        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        for piece in ctx.how.pieces(len(hidden), len(weight)):
+            grad_logits = ctx.how.differentiate(
+                hidden[piece],
+                weight,
+                labels[piece],
+                ctx.temperature,
+                log_sums[piece],
+                entropies[piece],
+                of_log_probs[piece],
+                None if of_entropies is None else of_entropies[piece],
+            )
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[piece])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[piece])
+            del grad_logits  # before the next are made
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _precise(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token, with the largest logit m and s = sum_v e^(z_v - m): m + log s, log p(label) and the entropy.
+
+    log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of -inf adds 0.
+    """
+    logits = hidden @ weight.T
+    z = _precise(logits) * (1 / temperature)
+    largest = z.amax(dim=-1)
+    below = z - largest.unsqueeze(-1)
+    weights = below.exp()
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    log_probs = _precise(chosen) * (1 / temperature) - largest - log_total
+    weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
+    return largest + log_total, log_probs, log_total - weighted / total
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1, dtype=_precise(logits))
+def _differentiate(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    log_sum: Tensor,
+    entropies: Tensor,
+    of_log_probs: Tensor,
+    of_entropies: Tensor | None,
+) -> Tensor:
+    """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log p_v + H)."""
+    logits = hidden @ weight.T
+    log_p = _precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
+    p = log_p.exp()
+    places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    is_label = places == labels.int().unsqueeze(-1)
+    slope = of_log_probs.unsqueeze(-1)
+    grad = torch.where(is_label, slope, 0) - p * slope
+    used = slope != 0
+    if of_entropies is not None:
+        surprise = torch.where(p == 0, 0, log_p + entropies.unsqueeze(-1))
+        grad = grad - p * surprise * of_entropies.unsqueeze(-1)
+        used = used | (of_entropies.unsqueeze(-1) != 0)
+    # NaN logits of a masked token stay there.
+    return torch.where(used, grad * (1 / temperature), 0).to(logits.dtype)
 
 
-def _pieces(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a [..., vocabulary] tensor into pieces of whole rows, each of bounded size where rows allow."""
-    if len(shape) == 1:
-        yield ()
-        return
-    elements_per_index = max(1, math.prod(shape[1:]))
-    if len(shape) == 2 or elements_per_index <= MAX_ELEMENTS_PER_PIECE:
-        step = max(1, MAX_ELEMENTS_PER_PIECE // elements_per_index)
-        for start in range(0, shape[0], step):
-            yield (slice(start, start + step),)
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other; on a GPU the product of 16-bit matrices is added in float32 as it is made."""
+    if total.is_cuda and one.dtype != total.dtype:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
-        for i in range(shape[0]):
-            for inner in _pieces(shape[1:]):
-                yield (slice(i, i + 1), *inner)
+        total += one @ other
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -149,7 +149,8 @@ def compute_entropy_loss(
 
     Where entropies are at hand already, `agg_loss(entropies, ...)` is the same.
     """
-    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, counts=counts)
+    kept_logits = logits.masked_fill(~response_mask.bool().unsqueeze(-1), 0)  # what masked tokens hold stays there
+    return agg_loss(entropy_from_logits(kept_logits), response_mask, loss_agg_mode, counts=counts)
 
 
 def compute_kl_loss(

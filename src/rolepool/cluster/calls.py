@@ -1,47 +1,61 @@
 """The form in which a call travels to a worker: the method, and arguments that may be rows of a batch.
 
-Owns the message types and turning them into values on the worker's side. Knows nothing of groups.
+Owns the message types, turning values, batches and futures into them on the driver's side, and into values again on
+the worker's. A batch of the driver's is written into shared memory once per part; a future's data is only pointed to.
+Knows nothing of groups.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 import torch
-from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.encoding import decode
-from rolepool.protocol.futures import collect_batches, join_stripes
-from rolepool.protocol.remote import Column, Producer, RemoteBatch, Reply, gather_rows
-from rolepool.protocol.rows import Share
+from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.futures import (
+    CallFuture,
+    DataProtoFuture,
+    Keys,
+    Pending,
+    Stripe,
+    collect_batches,
+    collect_first,
+    collect_list,
+    intersection,
+    join_stripes,
+    rows_with_keys,
+    stripes_of,
+)
+from rolepool.protocol.remote import Producer, Reply, Rows, Share, batches_of, gather_rows, value_of
 
 FETCH_TIMEOUT_S = 600.0
+
+
+# Messages
 
 
 @dataclass(frozen=True, slots=True)
 class StripeArgument:
     """Some keys of a batch, for the rows of one share of it.
 
-    Among the call's objects it is, from `first` on, either one DataProto with just those rows (`count` is None), or
-    the replies of all ranks that made the batch, of which the worker fetches what it needs. `rows` are the rows by
-    number, where they are not simply the share's. `total` is the number of rows of the batch, where the driver knew.
+    `where` is the place, among the call's objects, of a DataProto with just those keys and rows; or those of the
+    replies of all ranks that made the batch, of which the worker fetches what it needs: `rows` by number, where they
+    are not simply the share's. `total` is the number of rows of the batch, where the driver knew.
     """
 
-    first: int
-    count: int | None
-    keys: frozenset[str] | None
-    rows: npt.NDArray[np.int64] | None
+    where: int | slice
     total: int | None
+    keys: Keys = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +71,7 @@ class BatchArgument:
 class ResultArgument:
     """The collected result of another call that is not a batch: its replies lie among the objects."""
 
-    first: int
-    count: int
+    where: slice
     collect: Callable[[list[Any]], Any]
 
 
@@ -79,20 +92,10 @@ class Call:
     """Whether results have a row for each row that was sent, so that those of padding are to be removed."""
 
 
-def pack_call(call: Call) -> bytes:
-    """A call as bytes, which Ray passes on several times faster than an object; made once for all ranks."""
-    packed: bytes = cloudpickle.dumps(call)
-    return packed
-
-
-def unpack_call(packed: bytes) -> Call:
-    call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
-    return call
-
-
 def pack_reply(reply: Reply) -> bytes | Reply:
     """A small reply as bytes. One that refers to objects stays as it is: Ray must see the references, to count them."""
-    refers = reply.batch is not None and any(column.ref is not None for column in reply.batch.columns.values())
+    columns = [] if reply.batch is None else reply.batch.columns.values()
+    refers = any(not isinstance(column, Encoded) for column in columns)
     return reply if refers or reply.value is not None else pickle.dumps(reply)
 
 
@@ -103,22 +106,62 @@ def unpack_reply(packed: bytes | Reply) -> Reply:
     return packed
 
 
+# The driver's side
+
+
+def pack_argument(value: Any, objects: list[Any], reads: Keys, parts: int = 1, index: int = 0) -> Any:
+    """A value as it travels; of a batch part `index` of `parts`. What it refers to is added to the call's objects."""
+    if isinstance(value, DataProto | DataProtoFuture):
+        stripes = [_pack_stripe(stripe, objects, reads, parts, index) for stripe in stripes_of(value)]
+        return BatchArgument(tuple(stripes), parts, index)
+    if isinstance(value, CallFuture):
+        if value.collect not in (collect_first, collect_list):
+            raise DataError(f"{value!r} is put together by a function of the driver; hand on what its get() returns")
+        return ResultArgument(_add_replies(value.calls, objects), value.collect)
+    return value
+
+
+def _pack_stripe(stripe: Stripe, objects: list[Any], reads: Keys, parts: int, index: int) -> StripeArgument:
+    keys = intersection(stripe.keys, reads)
+    if not isinstance(stripe.source, DataProto) and stripe.order is None:
+        return StripeArgument(_add_replies(stripe.source, objects), None, keys)
+    share = Share(stripe.num_rows(), parts, index)
+    rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
+    if not isinstance(stripe.source, DataProto):
+        return StripeArgument(_add_replies(stripe.source, objects), share.total, keys, rows)
+    objects.append(ray.put(rows_with_keys(stripe.source, rows, keys)))
+    return StripeArgument(len(objects) - 1, share.total)
+
+
+def _add_replies(calls: Iterable[Pending], objects: list[Any]) -> slice:
+    start = len(objects)
+    objects.extend(ref for call in calls for ref in call.refs)
+    return slice(start, len(objects))
+
+
+def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
+    """The calls whose results are among the arguments."""
+    for value in values:
+        if isinstance(value, CallFuture):
+            yield from value.sources
+        elif isinstance(value, list | tuple):
+            yield from sources_of(value)
+
+
+# The worker's side
+
+
 def resolve(argument: Any, objects: Sequence[Any]) -> tuple[Any, Share | None]:
     """An argument's value on this worker; of a batch also which share it is."""
-    if isinstance(argument, BatchArgument):
-        return _resolve_batch(argument, objects)
     if isinstance(argument, ResultArgument):
-        replies = _replies(objects, argument.first, argument.count)
-        return argument.collect([_value_of(reply) for reply in replies]), None
-    return argument, None
-
-
-def _resolve_batch(argument: BatchArgument, objects: Sequence[Any]) -> tuple[Any, Share | None]:
+        return argument.collect([value_of(reply, fetch_columns) for reply in _replies(argument.where, objects)]), None
+    if not isinstance(argument, BatchArgument):
+        return argument, None
     first = argument.stripes[0]
-    if len(argument.stripes) == 1 and first.count is not None:
-        replies = _replies(objects, first.first, first.count)
-        if any(reply.batch is None for reply in replies):
-            return _resolve_other_results(argument, replies)
+    if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.where, slice):
+        replies = _replies(first.where, objects)
+        if any(reply.batch is None for reply in replies):  # it could have been a batch; hand on what `get()` would
+            return collect_batches([value_of(reply, fetch_columns) for reply in replies]), None
     totals = [_total(stripe, objects) for stripe in argument.stripes]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
@@ -129,44 +172,23 @@ def _resolve_batch(argument: BatchArgument, objects: Sequence[Any]) -> tuple[Any
     return pad_rows(batch, share.padding), share
 
 
-def _resolve_other_results(argument: BatchArgument, replies: Sequence[Reply]) -> tuple[Any, None]:
-    """A call that could have returned a batch returned something else: hand on what `get()` would have given."""
-    if argument.parts > 1:
-        raise DataError(f"{replies[0].producer} returned {type(replies[0].value).__name__}, and a batch is needed")
-    return collect_batches([_value_of(reply) for reply in replies]), None
-
-
-def _replies(objects: Sequence[Any], first: int, count: int) -> list[Reply]:
-    return [unpack_reply(packed) for packed in objects[first : first + count]]
-
-
-def _batches(stripe: StripeArgument, objects: Sequence[Any]) -> list[RemoteBatch]:
-    assert stripe.count is not None
-    replies = _replies(objects, stripe.first, stripe.count)
-    for reply in replies:
-        if reply.batch is None:
-            raise DataError(f"{reply.producer} returned {type(reply.value).__name__}, and a batch is needed")
-    return [reply.batch for reply in replies if reply.batch is not None]
+def _replies(where: slice, objects: Sequence[Any]) -> list[Reply]:
+    return [unpack_reply(packed) for packed in objects[where]]
 
 
 def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:
     if stripe.total is not None:
         return stripe.total
-    return sum(batch.num_rows for batch in _batches(stripe, objects))
+    assert isinstance(stripe.where, slice)
+    return sum(batch.num_rows for batch in batches_of(_replies(stripe.where, objects)))
 
 
 def _rows_of(stripe: StripeArgument, share: Share, objects: Sequence[Any]) -> DataProto:
-    if stripe.count is None:
-        batch: DataProto = objects[stripe.first]
+    if isinstance(stripe.where, int):
+        batch: DataProto = objects[stripe.where]
         return batch
     rows = share.fetched if stripe.rows is None else stripe.rows
-    return gather_rows(_batches(stripe, objects), rows, stripe.keys, fetch_columns)
-
-
-def _value_of(reply: Reply) -> Any:
-    if reply.batch is None:
-        return reply.value
-    return gather_rows([reply.batch], range(reply.batch.num_rows), None, fetch_columns)
+    return gather_rows(batches_of(_replies(stripe.where, objects)), rows, stripe.keys, fetch_columns)
 
 
 def without_padding(result: Any, share: Share | None) -> Any:
@@ -174,37 +196,28 @@ def without_padding(result: Any, share: Share | None) -> Any:
     share, or a whole multiple of them in row-major order. Anything else is not rows, and is left as it is."""
     if share is None or not share.padding or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
-    num_rows = len(result)
-    if num_rows == 0 or num_rows % share.size:
+    per_row, rest = divmod(len(result), share.size)
+    if per_row == 0 or rest:
         return result
-    trimmed = result[: num_rows // share.size * share.num_real]
-    if isinstance(trimmed, DataProto) and trimmed.batch is not None and IS_PADDING_KEY in trimmed.batch.keys():  # noqa: SIM118
-        del trimmed.batch[IS_PADDING_KEY]
+    trimmed = result[: per_row * share.num_real]
+    if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
+        trimmed.pop([IS_PADDING_KEY])
     return trimmed
 
 
-def fetch_columns(columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
+def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
     """The values of columns, wherever they are. An object that died with its producer is a WorkerError naming it."""
-    refs = {column.ref: producer for column, producer in columns if column.ref is not None}
+    makers = {column: producer for column, producer in columns if not isinstance(column, Encoded)}
     try:
-        stored = dict(zip(refs, ray.get(list(refs), timeout=FETCH_TIMEOUT_S), strict=True))
+        stored = dict(zip(makers, ray.get(list(makers), timeout=FETCH_TIMEOUT_S), strict=True))
     except ObjectLostError as error:
-        raise _lost(error, columns) from None
+        lost = [producer for ref, producer in makers.items() if ref.hex() == error.object_ref_hex]
+        producer = (lost or list(makers.values()))[0]
+        raise producer.error(f"a result of {producer} is lost, for its process died") from None
     except GetTimeoutError:
         raise WorkerError(
             f"results of {columns[0][1]} did not arrive within {FETCH_TIMEOUT_S:.0f} s; is the network up?"
         ) from None
     except RayError as error:
         raise WorkerError(f"results of {columns[0][1]} could not be fetched: {error}") from None
-    objects = {ref: decode(encoded) for ref, encoded in stored.items()}
-    return [
-        objects[column.ref][column.name] if column.inline is None else decode(column.inline) for column, _ in columns
-    ]
-
-
-def _lost(error: ObjectLostError, columns: Sequence[tuple[Column, Producer]]) -> WorkerError:
-    lost = [
-        producer for column, producer in columns if column.ref is not None and column.ref.hex() == error.object_ref_hex
-    ]
-    producer = (lost or [producer for _, producer in columns])[0]
-    return producer.error(f"a result of {producer} is lost, for its process died")
+    return [(column if isinstance(column, Encoded) else stored[column]).decode() for column, _ in columns]

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Self
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import Process, launch, launch_helpers
+from rolepool.cluster.launch import launch, launch_helpers
 from rolepool.cluster.monitor import Monitors
 from rolepool.cluster.nodes import live_nodes, slot_device
 from rolepool.errors import PlacementError
@@ -44,27 +44,22 @@ class Cluster:
     ) -> None:
         self.plan = plan
         self._run_seed = run_seed
-        self._helpers: list[Process] = []
         self._monitors: Monitors | None = None
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         self._disconnect = connect(address, num_cpus or num_processes + 1, plan.device)
         try:
-            self._launched = launch(plan, live_nodes(), timeout_s=timeout_s, run_seed=run_seed)
+            pools, self._resources = launch(plan, live_nodes(), timeout_s=timeout_s, run_seed=run_seed)
         except BaseException:
             self._disconnect()
             raise
-        self.groups = {
-            name: WorkerGroup(name, processes, self._all_groups) for name, processes in self._launched.processes.items()
-        }
-
-    def _all_groups(self) -> Iterator[WorkerGroup]:
-        yield from self.groups.values()
+        self.groups: dict[str, WorkerGroup] = {}
+        for name, processes in pools.items():
+            self.groups[name] = WorkerGroup(name, processes, self.groups)
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """A pool of processes beside the plan's, without GPUs."""
         processes = launch_helpers(name, count, run_seed=self._run_seed)
-        self._helpers.extend(processes)
-        self.groups[name] = WorkerGroup(name, processes, self._all_groups)
+        self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
 
     def start_monitors(self) -> Monitors:
@@ -84,18 +79,16 @@ class Cluster:
         try:
             if self._monitors is not None:
                 self._monitors.close()
-            for process in self._helpers:
+            for process in (process for group in self.groups.values() for process in group.processes):
                 ray.kill(process.actor)
-            self._launched.close()
+            remove_placement_group(self._resources)
         finally:
             self._disconnect()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -113,7 +106,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     """Join the Ray at `address`, or start a local one; returns what undoes it. A Ray that this process is already
     connected to is used and left as it is."""
     if ray.is_initialized():
-        return _leave_it
+        return lambda: None
     # What workers raise is told by WorkerErrors; Ray would print it again for every result that nobody asked for.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
@@ -122,8 +115,9 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
             _knock_at(address)
             ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING)
         except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise PlacementError(
-                f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({_first_line(error)}); "
+                f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({reason}); "
                 "start one with `ray start --head`, or leave the key out for a local one"
             ) from None
         return ray.shutdown
@@ -145,11 +139,3 @@ def _knock_at(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
-
-
-def _leave_it() -> None:
-    """The connection is not ours to end."""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,8 @@
 """Worker groups: the processes of a pool, their roles, and calls on them.
 
-Owns handing a call's arguments to ranks and its results to futures. One group per pool; roles of a pool are proxies
-on the same processes, and its calls run in the order they were made.
+Owns handing a call's arguments to ranks and its results to futures, and saying who really died when a call fails: a
+rank whose peer died sees a closed connection; what is reported is the peer. One group per pool; roles of a pool are
+proxies on the same processes, and its calls run in the order they were made.
 """
 
 from __future__ import annotations
@@ -10,23 +11,22 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray import cloudpickle
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
-from rolepool.cluster.arguments import ArgumentList, cut_batch, sources_of, whole
-from rolepool.cluster.calls import Call, fetch_columns, pack_call, unpack_reply
-from rolepool.cluster.failure import Death, cause_of, find_deaths, reason_of
+from rolepool.cluster.calls import Call, fetch_columns, pack_argument, sources_of, unpack_reply
 from rolepool.cluster.launch import Process
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
-from rolepool.protocol.dispatch import Dispatch, Execute, MethodSpec, registered_methods
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
-from rolepool.protocol.remote import Column, Producer, Reply
-from rolepool.protocol.worker import Worker
+from rolepool.protocol.remote import Producer, Reply
+from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
 POLL_S = 0.2
 GRACE_S = 3.0
@@ -34,6 +34,9 @@ GRACE_S = 3.0
 MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
 
+PING_TIMEOUT_S = 2.0
+
+ActorGoneError = (ActorDiedError, ActorUnavailableError)
 _numbers = itertools.count(1)
 
 
@@ -45,13 +48,14 @@ def next_call_number() -> int:
 class WorkerGroup:
     """The processes of a pool. Made by `Cluster`."""
 
-    def __init__(self, name: str, processes: Sequence[Process], everybody: Callable[[], Iterable[WorkerGroup]]) -> None:
+    def __init__(self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]) -> None:
         self.name = name
         self.processes = list(processes)
-        self._everybody = everybody
+        self._all_groups = all_groups
         self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
-        self._recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        """Calls, without keeping their results alive, so that a death can be told by what it ended."""
 
     @property
     def world_size(self) -> int:
@@ -84,7 +88,7 @@ class WorkerGroup:
             process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
             for process in self.processes
         ]
-        ready = CallFuture(PendingCall(self, role, "__init__", refs, refs), _nothing)
+        ready = CallFuture([PendingCall(self, role, "__init__", refs, refs)], lambda results: None)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
             try:
@@ -117,78 +121,60 @@ class WorkerGroup:
         """The error that a failed call raises: of all that went wrong, the death or exception that began it."""
         self.raise_if_broken()
         cause = cause_of(error)
-        known = self._known_failure(cause)
+        known = self.known_failure(cause)
         if known is not None:
             return known
-        groups = {group.name: group for group in self._everybody() if group._broken is None}
-        if isinstance(cause, ActorDiedError | ActorUnavailableError):
-            deaths = [
-                Death(group.name, process, reason_of(cause))
-                for group in groups.values()
-                for process in group.processes
-                if process.actor_id == cause.actor_id
-            ]
-        else:
-            deaths = find_deaths((group.name, process) for group in groups.values() for process in group.processes)
-        errors = [death.as_error(*groups[death.pool].call_ended_by(death.process, call)) for death in deaths]
-        for death, named in zip(deaths, errors, strict=True):
-            groups[death.pool].break_with(named)
+        groups = {name: group for name, group in self._all_groups.items() if group._broken is None}
+        errors = []
+        for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
+            group = groups[process.pool]
+            ended = group._call_ended_by(process) or call
+            producer = process.producer(ended.role, ended.method)
+            errors.append(producer.error(f"{process} died during {ended.role}.{ended.method}: {reason}"))
+            group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:
             return errors[0]
         named = cause if isinstance(cause, WorkerError) else WorkerError(f"{call.what} failed: {cause}", pool=self.name)
-        if not call.others_end_within(GRACE_S):
+        if not call.has_ended(within_s=GRACE_S):
             self.break_with(named)
         return named
 
-    def raise_known_failure(self, error: WorkerError) -> NoReturn:
-        """An error about a pool that is broken: what broke it. Any other as it is."""
-        raise (self._known_failure(error) or error) from None
-
-    def _known_failure(self, cause: BaseException) -> WorkerError | None:
+    def known_failure(self, cause: BaseException) -> WorkerError | None:
         """What broke the pool that an error is about, if that is known: the error may be one of its consequences."""
-        for group in self._everybody():
+        for group in self._all_groups.values():
             pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
-            actor_named = isinstance(cause, ActorDiedError | ActorUnavailableError) and any(
+            actor_named = isinstance(cause, ActorGoneError) and any(
                 process.actor_id == cause.actor_id for process in group.processes
             )
             if group._broken is not None and (pool_named or actor_named):
                 return group._broken
         return None
 
-    def remember(self, call: PendingCall) -> None:
-        """Note a call, without keeping its result alive, so that a death can be told by what it ended."""
-        self._recent.append(weakref.ref(call))
-
-    def call_ended_by(self, process: Process, noticed_in: PendingCall) -> tuple[str, str]:
-        """Role and method of the first call that a process left unanswered when it died."""
-        calls = [call for call in (reference() for reference in self._recent) if call is not None]
-        ended = next((call for call in calls if call.was_ended_by_death_of(process)), noticed_in)
-        return ended.role, ended.method
+    def _call_ended_by(self, process: Process) -> PendingCall | None:
+        """The first call that a process left unanswered when it died."""
+        calls = [call for call in (reference() for reference in self.recent) if call is not None]
+        return next((call for call in calls if call.was_ended_by_death_of(process)), None)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self._roles) or 'none'}>"
 
 
+@dataclass(eq=False, repr=False)
 class RoleProxy:
     """The registered methods of a role, as methods of this object. Every one takes `blocking=` beside its own."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        role: str,
-        worker_class: type[Worker],
-        tp_size: int,
-        ready: CallFuture,
-        blocking: bool | None = None,
-    ) -> None:
-        self.group = group
-        self.role_name = role
-        self.worker_class = worker_class
-        self.tp_size = tp_size
-        self.ready = ready
-        self._blocking = blocking
-        self._specs = registered_methods(worker_class)
+    group: WorkerGroup
+    role_name: str
+    worker_class: type[Worker]
+    tp_size: int
+    ready: CallFuture
+    """Of making the role."""
+    blocking: bool | None = None
+    """The default of calls through this proxy; None leaves it to the methods."""
+
+    def __post_init__(self) -> None:
+        self._specs = registered_methods(self.worker_class)
 
     @property
     def world_size(self) -> int:
@@ -199,8 +185,7 @@ class RoleProxy:
         return self.world_size // self.tp_size
 
     def with_blocking(self, blocking: bool | None) -> RoleProxy:
-        """The same role with another default of `blocking`; None leaves it to the methods."""
-        return RoleProxy(self.group, self.role_name, self.worker_class, self.tp_size, self.ready, blocking)
+        return replace(self, blocking=blocking)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         specs = self.__dict__.get("_specs", {})
@@ -211,7 +196,7 @@ class RoleProxy:
 
         def call(*args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
             future = self._submit(name, spec, args, kwargs)
-            chosen = next(choice for choice in (blocking, self._blocking, spec.blocking) if choice is not None)
+            chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
             return future.get() if chosen else future
 
         return call
@@ -222,98 +207,88 @@ class RoleProxy:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
         processes = self.group.processes[:1] if only_zero else self.group.processes
-        per_dp_group, returns_rows = spec.dispatch in PER_DP_GROUP, spec.dispatch is Dispatch.DP_COMPUTE_PROTO
-        arguments = self._arguments(name, spec, args, kwargs, len(processes))
-        sources = sources_of((*args, *kwargs.values()))
+        num_parts = self._num_parts(name, spec, args, kwargs, len(processes))
+        sources = list(sources_of((*args, *kwargs.values())))
         call = Call(
             role=self.role_name,
             method=name,
-            args=(),
-            kwargs={},
+            args=args,
+            kwargs=kwargs,
             queued_s=time.time(),
             number=next_call_number(),
-            after=tuple(sorted({number for source in sources for number in source.numbers})),
-            one_answer_per_dp_group=per_dp_group,
-            returns_rows=returns_rows,
+            after=tuple(sorted({source.number for source in sources})),
+            one_answer_per_dp_group=spec.dispatch in PER_DP_GROUP,
+            returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
         )
-        calls = {
-            argument: pack_call(replace(call, args=argument.args, kwargs=argument.kwargs))
-            for argument in dict.fromkeys(arguments)
-        }
-        refs = [
-            process.actor.run.remote(calls[argument], *argument.objects)
-            for process, argument in zip(processes, arguments, strict=True)
-        ]
-        answering = refs[:: self.tp_size] if per_dp_group else refs
+        messages = [self._message(call, spec, index, num_parts) for index in range(num_parts)]
+        ranks_per_part = len(processes) // num_parts
+        refs = []
+        for rank, process in enumerate(processes):
+            packed, objects = messages[rank // ranks_per_part]
+            refs.append(process.actor.run.remote(packed, *objects))
+        answering = refs[:: self.tp_size] if call.one_answer_per_dp_group else refs
         pending = PendingCall(self.group, self.role_name, name, refs, answering, call.number, sources)
-        if returns_rows:
-            return DataProtoFuture(pending)
-        return CallFuture(pending, self._collector(spec, only_zero))
+        if call.returns_rows:
+            return DataProtoFuture([pending])
+        collect = collect_first if only_zero else collect_list
+        return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
 
-    def _arguments(
+    def _num_parts(
         self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
-    ) -> list[ArgumentList]:
-        """What each rank that runs gets. Ranks that get the same share one list."""
-        if spec.dispatch in (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC):
-            num_parts = 1 if num_ranks == 1 else self.dp_size
-            lists = [ArgumentList() for _ in range(num_parts)]
-            for part in _by_value(args, kwargs):
-                cut_batch(part, lists, spec.reads)
-        elif spec.dispatch in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE) and (args or kwargs):
-            num_parts = self.dp_size if spec.dispatch is Dispatch.DP_COMPUTE and num_ranks > 1 else num_ranks
-            lists = [ArgumentList() for _ in range(num_parts)]
-            for key, value in _by_value(args, kwargs):
-                if not isinstance(value, list | tuple) or len(value) != num_parts:
-                    size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
-                    raise DataError(
-                        f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
-                        f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
-                    )
-                for entry, arguments in zip(value, lists, strict=True):
-                    whole((key, entry), [arguments], spec.reads)
-        else:
-            lists = [ArgumentList()]
-            for part in _by_value(args, kwargs):
-                whole(part, lists, spec.reads)
-        copies = num_ranks // len(lists)
-        return [arguments for arguments in lists for _ in range(copies)]
+    ) -> int:
+        """How many different messages the ranks get: ranks side by side share one. Checks lists of one entry each."""
+        if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (args or kwargs):
+            return 1
+        num_parts = num_ranks if num_ranks == 1 or spec.dispatch is Dispatch.ALL_TO_ALL else self.dp_size
+        for key, value in (*enumerate(args), *kwargs.items()) if spec.dispatch in LISTS else ():
+            if not isinstance(value, list | tuple) or len(value) != num_parts:
+                size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+                raise DataError(
+                    f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
+                    f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
+                )
+        return num_parts
 
-    def _collector(self, spec: MethodSpec, only_zero: bool) -> Callable[[list[Any]], Any]:
-        if spec.collect_fn is not None:
-            collect = spec.collect_fn
-            return lambda results: collect(self, results)
-        return collect_first if only_zero else collect_list
+    def _message(self, call: Call, spec: MethodSpec, index: int, num_parts: int) -> tuple[bytes, list[Any]]:
+        """The call as one part of the ranks gets it, and the objects that its arguments refer to."""
+        objects: list[Any] = []
+
+        def pack(value: Any) -> Any:
+            if spec.dispatch in LISTS:
+                return pack_argument(value[index], objects, spec.reads)
+            return pack_argument(value, objects, spec.reads, num_parts, index)
+
+        args = tuple(pack(value) for value in call.args)
+        kwargs = {name: pack(value) for name, value in call.kwargs.items()}
+        # As bytes, which Ray passes on several times faster than an object.
+        return cloudpickle.dumps(replace(call, args=args, kwargs=kwargs)), objects
 
     def __repr__(self) -> str:
         return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
 
 PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
+"""Modes in which every argument is a list."""
 
 
+@dataclass(eq=False, repr=False)
 class PendingCall:
     """A call under way: a reference to each rank's reply, and until it has ended, the calls whose results it takes."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        role: str,
-        method: str,
-        refs: list[Any],
-        answering: list[Any],
-        number: int = 0,
-        sources: Sequence[Pending] = (),
-    ) -> None:
-        self.group = group
-        self.role = role
-        self.method = method
-        self._refs = refs
-        self.refs = answering
-        self.numbers = (number,)
-        self._sources = sources
-        self._replies: dict[Any, Reply] | None = None
-        self._error: WorkerError | None = None
-        group.remember(self)
+    group: WorkerGroup
+    role: str
+    method: str
+    all_refs: list[Any]
+    refs: list[Any]
+    """Of the ranks that answer."""
+    number: int = 0
+    sources: Sequence[Pending] = ()
+    _replies: dict[Any, Reply] | None = field(default=None, init=False)
+    _error: WorkerError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.group.recent.append(weakref.ref(self))
 
     @property
     def what(self) -> str:
@@ -329,31 +304,27 @@ class PendingCall:
             for reply in self._wait(timeout_s).values()
         ]
 
-    def is_done(self) -> bool:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
-        return len(ready) == len(self._refs)
-
-    def others_end_within(self, timeout_s: float) -> bool:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout_s)
-        return len(ready) == len(self._refs)
+    def has_ended(self, within_s: float) -> bool:
+        ready, _ = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=within_s)
+        return len(ready) == len(self.all_refs)
 
     def was_ended_by_death_of(self, process: Process) -> bool:
         """Whether this call had reached a process, or was queued there, when it died."""
-        if process.rank >= len(self._refs):
+        if process.rank >= len(self.all_refs):
             return False
         try:
-            ray.get(self._refs[process.rank], timeout=0)
-        except (ActorDiedError, ActorUnavailableError) as error:
+            ray.get(self.all_refs[process.rank], timeout=0)
+        except ActorGoneError as error:
             return bool(error.actor_id == process.actor_id)
         except RayError:
             return False
         return False
 
-    def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
+    def fetch(self, columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
         try:
             return fetch_columns(columns)
         except WorkerError as error:
-            self.group.raise_known_failure(error)
+            raise (self.group.known_failure(error) or error) from None
 
     def _wait(self, timeout_s: float | None) -> dict[Any, Reply]:
         """Every rank's reply. An error of one rank is raised at once, though another may never answer."""
@@ -362,34 +333,54 @@ class PendingCall:
         timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._replies is None:
+            wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            ready, missing = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=wait_s)
             try:
-                replies = ray.get(self._refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-                self._replies = dict(zip(self._refs, map(unpack_reply, replies), strict=True))
-                self._sources = ()
-            except GetTimeoutError:
-                self._raise_early_errors()
-                self.group.raise_if_broken()
-                if time.monotonic() >= deadline:
-                    raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s") from None
+                replies = ray.get(ready)
             except RayError as error:
-                self._fail(error)
+                self._error = self.group.diagnose(error, self)
+                raise self._error from None
+            if not missing:
+                self._replies = dict(zip(ready, map(unpack_reply, replies), strict=True))
+                self.sources = ()
+                break
+            self.group.raise_if_broken()
+            if time.monotonic() >= deadline:
+                raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s")
         return self._replies
 
-    def _raise_early_errors(self) -> None:
-        ready, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+
+# Ray's errors
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a worker raised, out of the wrappings that Ray adds each time it is passed on."""
+    while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
+        error = error.cause
+    return error
+
+
+def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
+    """The processes that are gone, and why: the one that the cause names, or those that do not answer a ping."""
+    if isinstance(cause, ActorGoneError):
+        return [(process, reason_of(cause)) for process in processes if process.actor_id == cause.actor_id]
+    asked = [process.actor.ping.remote() for process in processes]
+    ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
+    deaths = []
+    for process, answer in zip(processes, asked, strict=True):
         try:
-            ray.get(ready)
-        except RayError as error:
-            self._fail(error)
-
-    def _fail(self, error: RayError) -> None:
-        self._error = self.group.diagnose(error, self)
-        raise self._error from None
-
-
-def _by_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
-    return [*enumerate(args), *kwargs.items()]
+            ray.get(answer, timeout=0)
+        except GetTimeoutError:
+            continue  # busy, not dead: a process that is gone is answered for by Ray
+        except ActorGoneError as error:
+            deaths.append((process, reason_of(error)))
+        except RayError:
+            continue
+    return deaths
 
 
-def _nothing(results: list[Any]) -> None:
-    return None
+def reason_of(error: BaseException) -> str:
+    """Ray's words on one line, without the paragraph of causes it could think of."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
+    text = " ".join(lines) or str(error)
+    return text.split("Some common causes include")[0].strip()

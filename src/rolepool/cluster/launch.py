@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.nodes import Node, free_slots, holders, slot_device
-from rolepool.cluster.process import Assignment, Whereabouts, WorkerProcess
+from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.slots import Slot
+from rolepool.protocol.remote import Producer
+from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class Process:
     """A running worker process and the rank it has."""
 
     actor: Any
+    pool: str
     rank: int
     slot: Slot
     address: str
@@ -49,29 +53,25 @@ class Process:
     def actor_id(self) -> str:
         return str(self.actor._actor_id.hex())
 
+    def __str__(self) -> str:
+        return f"{self.pool} rank {self.rank} (node {self.address}, pid {self.pid})"
 
-@dataclass(frozen=True)
-class Launched:
-    """All processes of a plan, by pool, and the resources they stand on."""
-
-    processes: dict[str, list[Process]]
-    resources: PlacementGroup
-
-    def close(self) -> None:
-        """End every process and give the resources back."""
-        for processes in self.processes.values():
-            for process in processes:
-                ray.kill(process.actor)
-        remove_placement_group(self.resources)
+    def producer(self, role: str, method: str) -> Producer:
+        return Producer(self.pool, role, self.rank, self.address, self.pid, method)
 
 
-def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int) -> Launched:
-    """Start the plan's processes, all pools side by side. Raises PlacementError or WorkerError; every wait ends."""
+def launch(
+    plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
+) -> tuple[dict[str, list[Process]], PlacementGroup]:
+    """Start the plan's processes, all pools side by side: those of each pool, and the resources they stand on.
+
+    Raises PlacementError or WorkerError; every wait ends.
+    """
     device = slot_device(plan.device, nodes)
     _check_it_can_ever_fit(plan, nodes, device)
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: is for GPUs, and the cluster has none; set placement.mps=false")
-    slots = sorted({slot for pool in plan.pools.values() for slot in pool.slots})
+    slots = sorted(_num_processes(plan))
     group = _reserve(plan, slots, nodes, device, timeout_s)
     started: dict[str, list[Any]] = {}
     try:
@@ -83,9 +83,8 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
         if plan.mps:
             _start_mps(plan, processes)
-        counts = {name: pool.counts_by_node for name, pool in plan.pools.items()}
         shares = {name: pool.share for name, pool in plan.pools.items()}
-        _form_pools(counts, shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
+        _form_pools(shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
         processes = _with_clocks(processes)
     except BaseException:
         for actors in started.values():
@@ -93,7 +92,7 @@ def launch(plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
                 ray.kill(actor)
         remove_placement_group(group)
         raise
-    return Launched(processes, group)
+    return processes, group
 
 
 def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
@@ -103,10 +102,10 @@ def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
     try:
         found = _await_start({name: actors})[name]
         processes = [
-            Process(actor, rank, Slot(0, rank), place.address, place.pid, place.node_id, None)
+            Process(actor, name, rank, Slot(0, rank), place.address, place.pid, place.node_id, None)
             for rank, (actor, place) in enumerate(zip(actors, found, strict=True))
         ]
-        _form_pools({name: {0: count}}, {name: 1.0}, {name: processes}, "cpu", run_seed)
+        _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     except BaseException:
         for actor in actors:
             ray.kill(actor)
@@ -117,13 +116,9 @@ def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
 # Resources
 
 
-def _processes_on(plan: Plan) -> dict[Slot, list[str]]:
-    """The pools that have a process on each slot."""
-    pools_on: dict[Slot, list[str]] = {}
-    for name, pool in plan.pools.items():
-        for slot in pool.slots:
-            pools_on.setdefault(slot, []).append(name)
-    return pools_on
+def _num_processes(plan: Plan) -> Counter[Slot]:
+    """How many processes share each slot."""
+    return Counter(slot for pool in plan.pools.values() for slot in pool.slots)
 
 
 def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> None:
@@ -145,9 +140,8 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
                     f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
                     f"{highest}, and the node has {has}; lower trainer.n_gpus_per_node, or add {word}"
                 )
-    pools_on = _processes_on(plan)
     for index, node in enumerate(nodes):
-        num_processes = sum(len(pools) for slot, pools in pools_on.items() if slot.node == index)
+        num_processes = sum(count for slot, count in _num_processes(plan).items() if slot.node == index)
         if num_processes > node.num_cpus:
             problems.append(
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
@@ -158,11 +152,9 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
 
 
 def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: str, timeout_s: float) -> PlacementGroup:
-    pools_on = _processes_on(plan)
-    bundles = [
-        {"CPU": float(len(pools_on[slot]))} if device == "cpu" else {"GPU": 1.0, "CPU": float(len(pools_on[slot]))}
-        for slot in slots
-    ]
+    num_processes = _num_processes(plan)
+    gpu = {} if device == "cpu" else {"GPU": 1.0}
+    bundles = [{"CPU": float(num_processes[slot]), **gpu} for slot in slots]
     pinned = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
     group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=pinned)
     if not group.wait(timeout_s):
@@ -201,20 +193,30 @@ def _start(group: PlacementGroup, bundle: int, share: float, device: str) -> Any
 
 def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
     """Every process's word that it is there, with progress on the way."""
-    asked = {actor.whereabouts.remote(): name for name, actors in started.items() for actor in actors}
+    asked = {
+        actor.whereabouts.remote(): (f"a process of {name}", name)
+        for name, actors in started.items()
+        for actor in actors
+    }
+    for num_started, _ in enumerate(_await_all(asked, "start"), 1):
+        logger.info("started %d of %d worker processes", num_started, len(asked))
+    refs = iter(asked)
+    return {name: [ray.get(next(refs)) for _ in actors] for name, actors in started.items()}
+
+
+def _await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
+    """The answers as they come; of those asked, `asked` tells who they are and in which pool."""
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        who, pool = asked[(ready or waiting)[0]]
         if not ready:
-            pools = ", ".join(sorted({asked[ref] for ref in waiting}))
-            raise WorkerError(f"{len(waiting)} processes of {pools} did not start within {START_TIMEOUT_S:.0f} s")
-        logger.info("started %d of %d worker processes", len(asked) - len(waiting), len(asked))
+            missing = f"{len(waiting)} of {len(asked)} processes are missing"
+            raise WorkerError(f"{who} did not {what} within {START_TIMEOUT_S:.0f} s; {missing}", pool=pool)
         try:
-            ray.get(ready)
+            yield ray.get(ready[0])
         except RayError as error:
-            raise WorkerError(f"a process of {asked[ready[0]]} did not start: {error}", pool=asked[ready[0]]) from None
-    refs = iter(asked)
-    return {name: [ray.get(next(refs)) for _ in actors] for name, actors in started.items()}
+            raise WorkerError(f"{who} could not {what}: {error}", pool=pool) from None
 
 
 def _match(
@@ -240,7 +242,7 @@ def _match(
             f"on the node: {others}; wait for it, or plan around it with fewer GPUs"
         )
     return [
-        Process(actor, rank, slot, place.address, place.pid, place.node_id, None if device == "cpu" else slot.gpu)
+        Process(actor, name, rank, slot, place.address, place.pid, place.node_id, None if device == "cpu" else slot.gpu)
         for rank, slot in enumerate(slots)
         for actor, place in [held[slot]]
     ]
@@ -268,52 +270,27 @@ def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
         logger.info("started CUDA MPS on node %d (%s)", node, members[0].address)
 
 
-def _form_pools(
-    counts: dict[str, dict[int, int]],
-    shares: dict[str, float],
-    processes: dict[str, list[Process]],
-    device: str,
-    run_seed: int,
-) -> None:
+def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], device: str, run_seed: int) -> None:
     """Give every process its rank, and let those of a pool meet in one process group; all pools side by side."""
-    masters = {}
+    joined = {}
     for name, members in processes.items():
-        seen: dict[int, int] = {}
-        for process in members:
-            local_rank = seen.get(process.slot.node, 0)
-            seen[process.slot.node] = local_rank + 1
-            assignment = Assignment(
+        nodes = [process.slot.node for process in members]
+        answers = []
+        for rank, process in enumerate(members):
+            context = WorkerContext(
                 pool=name,
-                rank=process.rank,
+                rank=rank,
                 world_size=len(members),
-                local_rank=local_rank,
-                local_world_size=counts[name][process.slot.node],
+                local_rank=nodes[:rank].count(nodes[rank]),
+                local_world_size=nodes.count(nodes[rank]),
                 device=device,
-                share=shares[name],
                 run_seed=run_seed,
             )
-            answer = process.actor.take_rank.remote(assignment)
-            if process.rank == 0:
-                masters[name] = answer
-    joined = {
-        process.actor.join_pool.remote(masters[name], START_TIMEOUT_S): (name, process)
-        for name, members in processes.items()
-        for process in members
-    }
-    waiting, deadline = list(joined), time.monotonic() + START_TIMEOUT_S
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        late = [joined[ref] for ref in (ready or waiting)]
-        name, process = late[0]
-        who = f"{name} rank {process.rank} (node {process.address}, pid {process.pid})"
-        if not ready:
-            raise WorkerError(
-                f"{who} did not meet the other ranks of its pool within {START_TIMEOUT_S:.0f} s", pool=name
-            )
-        try:
-            ray.get(ready)
-        except RayError as error:
-            raise WorkerError(f"{who} could not meet the other ranks of its pool: {error}", pool=name) from None
+            answers.append(process.actor.take_rank.remote(context, shares[name]))
+        for process in members:
+            joined[process.actor.join_pool.remote(answers[0], START_TIMEOUT_S)] = str(process), name
+    for _ in _await_all(joined, "meet the other ranks of its pool"):
+        pass
 
 
 def _with_clocks(processes: dict[str, list[Process]]) -> dict[str, list[Process]]:

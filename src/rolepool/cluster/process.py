@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
+import pickle
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import Call, pack_reply, resolve, unpack_call, without_padding
+from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.errors import WorkerError
 from rolepool.metrics import Span
@@ -36,8 +37,7 @@ from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
-from rolepool.protocol.remote import Producer, Reply, leave_here
-from rolepool.protocol.rows import Share
+from rolepool.protocol.remote import Producer, Reply, Share, leave_here
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
 logger = logging.getLogger(__name__)
@@ -53,34 +53,6 @@ class Whereabouts(NamedTuple):
     address: str
     gpus: tuple[int, ...]
     pid: int
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The rank a process takes in its pool."""
-
-    pool: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: str
-    share: float
-    """The fraction of the GPU that is this process's."""
-    run_seed: int
-
-    def context(self, role: str, tp_size: int) -> WorkerContext:
-        return WorkerContext(
-            pool=self.pool,
-            role=role,
-            rank=self.rank,
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            local_world_size=self.local_world_size,
-            tp_size=tp_size,
-            device=self.device,
-            run_seed=self.run_seed,
-        )
 
 
 class WorkerProcess:
@@ -115,39 +87,39 @@ class WorkerProcess:
     def set_environment(self, variables: dict[str, str]) -> None:
         os.environ.update(variables)
 
-    def take_rank(self, assignment: Assignment) -> tuple[str, int] | None:
-        """Become a rank. Rank 0 answers with the address at which the others meet it."""
-        _prefix_output(f"[{assignment.pool}/{assignment.rank}] ")
-        self._assignment = assignment = replace(assignment, device=_device_for(assignment.device))
-        if assignment.device == "cpu":
+    def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
+        """Become a rank, with this fraction of its GPU. Rank 0 answers with the address at which the others meet it."""
+        _prefix_output(f"[{context.pool}/{context.rank}] ")
+        self._context = context = replace(context, device=_device_for(context.device))
+        if context.device == "cpu":
             torch.set_num_threads(1)
-        elif assignment.share < 1:
-            torch.cuda.set_per_process_memory_fraction(assignment.share)
+        elif share < 1:
+            torch.cuda.set_per_process_memory_fraction(share)
         os.environ.update(
-            RANK=str(assignment.rank),
-            WORLD_SIZE=str(assignment.world_size),
-            LOCAL_RANK=str(assignment.local_rank),
-            LOCAL_WORLD_SIZE=str(assignment.local_world_size),
+            RANK=str(context.rank),
+            WORLD_SIZE=str(context.world_size),
+            LOCAL_RANK=str(context.local_rank),
+            LOCAL_WORLD_SIZE=str(context.local_world_size),
         )
-        if assignment.rank:
+        if context.rank:
             return None
         # Port 0 lets the system choose a free one, and the store holds it from then on.
-        self._store = TCPStore(self._address, 0, assignment.world_size, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(self._address, 0, context.world_size, is_master=True, wait_for_workers=False)
         return self._address, self._store.port
 
     def join_pool(self, master: tuple[str, int], timeout_s: float) -> None:
         """Meet the pool's other ranks in one process group."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        on_gpu = self._assignment.device != "cpu"
+        on_gpu = self._context.device != "cpu"
         store = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         if on_gpu:
             torch.cuda.set_device(0)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=store,
-            rank=self._assignment.rank,
-            world_size=self._assignment.world_size,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
 
@@ -156,7 +128,7 @@ class WorkerProcess:
     ) -> bytes | Reply:
         """Make a role. Its weights come from the role's seed alone, so they do not depend on rank or pool."""
         start_s = time.time()
-        context = self._assignment.context(name, tp_size)
+        context = replace(self._context, role=name, tp_size=tp_size)
         self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
@@ -172,26 +144,31 @@ class WorkerProcess:
         return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s), self._producer(name, "__init__")))
 
     def _reseed(self, role: str, seed: int) -> None:
-        if role == self._speaking:
-            self._speaking = None
-        self._random_states[role] = _RandomState.seeded(seed)
+        self._switch_random_state(role)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     # Work
 
     def run(self, packed: bytes, *objects: Any) -> bytes | Reply:
         """Run a method of a role and answer with its span and its result, whose data stays here."""
         start_s = time.time()
-        call = unpack_call(packed)
+        call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
         producer = self._producer(call.role, call.method)
-        if self._assignment.device != "cpu":
+        if self._context.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         with self._as_role(call.role, call.method), part_times() as times:
-            worker = self._role(call.role)
+            if call.role in self._failed_roles:
+                raise self._failed_roles[call.role]
+            worker = self._roles[call.role]
             with part("fetch"):
                 args, kwargs, share = _resolved(call, objects)
-            result = self._invoke(worker, call.method, args, kwargs)
-            handled = _Handled.of((*args, *kwargs.values()), result)
-            is_answer = worker.context.is_collected or not call.one_answer_per_dp_group
+            result = getattr(worker, call.method)(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = self._loop.run_until_complete(result)
+            handled = _handled((*args, *kwargs.values()), result)
+            is_answer = worker.context.tp_rank == 0 or not call.one_answer_per_dp_group
             if not is_answer:
                 result = None
             elif call.returns_rows:
@@ -201,26 +178,15 @@ class WorkerProcess:
         span = self._span(call.role, call.method, call.queued_s, start_s)._replace(
             call=call.number,
             after=call.after,
-            num_rows=handled.num_rows,
-            num_tokens=handled.num_tokens,
-            num_bytes=handled.num_bytes,
-            peak_memory_bytes=_peak_memory_bytes(self._assignment.device),
+            peak_memory_bytes=_peak_memory_bytes(self._context.device),
             parts=parts,
+            **handled,
         )
         return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
-
-    def _invoke(self, worker: Worker, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        result = getattr(worker, method)(*args, **kwargs)
-        return self._loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
     def _store_all(self, objects: list[Encoded]) -> list[Any]:
         """Into shared memory, several at a time: storing one is mostly waiting for the node's store to answer."""
         return list(self._storing.map(ray.put, objects))
-
-    def _role(self, name: str) -> Worker:
-        if name in self._failed_roles:
-            raise self._failed_roles[name]
-        return self._roles[name]
 
     @contextmanager
     def _as_role(self, role: str, method: str) -> Iterator[None]:
@@ -235,35 +201,37 @@ class WorkerProcess:
 
     def _switch_random_state(self, role: str) -> None:
         """Each role goes on in its own stream of random numbers, whatever other roles drew from theirs meanwhile."""
-        if role != self._speaking:
-            if self._speaking is not None:
-                self._random_states[self._speaking] = _RandomState.now()
-            self._random_states[role].enter()
-            self._speaking = role
+        if role == self._speaking:
+            return
+        if self._speaking is not None:
+            self._random_states[self._speaking] = _random_state()
+        if role in self._random_states:
+            _enter(self._random_states[role])
+        self._speaking = role
 
     def _named(self, error: Exception, role: str, method: str) -> WorkerError:
         producer = self._producer(role, method)
         if is_out_of_memory(error):
             remedies = self._roles[role].less_memory(method)
-            return producer.error(explain_out_of_memory(str(producer), error, self._assignment.device, remedies))
+            return producer.error(explain_out_of_memory(str(producer), error, self._context.device, remedies))
         summary = "".join(traceback.format_exception_only(error)).strip()
         return producer.error([f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()])
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
         return Span(
-            pool=self._assignment.pool,
+            pool=self._context.pool,
             role=role,
-            rank=self._assignment.rank,
+            rank=self._context.rank,
             method=method,
             queued_s=queued_s,
             start_s=start_s,
             end_s=time.time(),
             node=self._address,
-            device="cpu" if self._assignment.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}",
+            device="cpu" if self._context.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}",
         )
 
     def _producer(self, role: str, method: str) -> Producer:
-        return Producer(self._assignment.pool, role, self._assignment.rank, self._address, os.getpid(), method)
+        return Producer(self._context.pool, role, self._context.rank, self._address, os.getpid(), method)
 
 
 def _device_for(wanted: str) -> str:
@@ -288,21 +256,16 @@ def _resolved(call: Call, objects: tuple[Any, ...]) -> tuple[list[Any], dict[str
     return [value for value, _ in args], values, shares[0] if shares else None
 
 
-class _Handled(NamedTuple):
+def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
     """How much a call handled, as its span tells it."""
-
-    num_rows: int
-    num_tokens: int
-    num_bytes: int
-
-    @classmethod
-    def of(cls, arguments: Sequence[Any], result: Any) -> _Handled:
-        given = [value for value in arguments if isinstance(value, DataProto)]
-        made = [result] if isinstance(result, DataProto) else []
-        masks = [batch.batch.get("attention_mask") for batch in (*made, *given) if batch.batch is not None]
-        num_tokens = next((int(mask.sum()) for mask in masks if mask is not None), 0)
-        tensors = [tensor for batch in given if batch.batch is not None for tensor in batch.batch.values()]
-        return cls(max(map(len, given), default=0), num_tokens, sum(tensor.nbytes for tensor in tensors))
+    given = [value for value in arguments if isinstance(value, DataProto)]
+    made = [result] if isinstance(result, DataProto) else []
+    masks = [batch.batch.get("attention_mask") for batch in (*made, *given) if batch.batch is not None]
+    return {
+        "num_rows": max(map(len, given), default=0),
+        "num_tokens": next((int(mask.sum()) for mask in masks if mask is not None), 0),
+        "num_bytes": sum(tensor.nbytes for one in given if one.batch is not None for tensor in one.batch.values()),
+    }
 
 
 def _peak_memory_bytes(device: str) -> int:
@@ -312,42 +275,23 @@ def _peak_memory_bytes(device: str) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True)
-class _RandomState:
-    """The state of every generator that a role may draw from."""
+_RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
 
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    python: Any
-    numpy: Any
 
-    @classmethod
-    def now(cls) -> _RandomState:
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state() if on_gpu else None,
-            python=random.getstate(),
-            numpy=np.random.get_state(),
-        )
+def _random_state() -> _RandomState:
+    """Of every generator that a role may draw from."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.get_rng_state() if on_gpu else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
-    @classmethod
-    def seeded(cls, seed: int) -> _RandomState:
-        """The state that a seed gives. The generators are left as they were."""
-        before = cls.now()
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        state = cls.now()
-        before.enter()
-        return state
 
-    def enter(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+def _enter(state: _RandomState) -> None:
+    cpu, cuda, python, numpy = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 class _PrefixedStream:

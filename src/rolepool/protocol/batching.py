@@ -5,19 +5,15 @@ Owns what a padding row looks like. Does not know who divides a batch, or why.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import describe, jagged_from_rows, new_batch
+from rolepool.protocol.columns import new_batch
 from rolepool.protocol.data import DataProto, DataProtoItem
-from rolepool.protocol.encoding import jagged_parts, object_array
-
-logger = logging.getLogger(__name__)
+from rolepool.protocol.encoding import object_array
 
 IS_PADDING_KEY = "is_padding"
 
@@ -31,8 +27,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     if size_divisor < 1:
         raise DataError(f"size_divisor is {size_divisor}; it must be at least 1")
     pad_size = -len(data) % size_divisor
-    if len(data) == 0:
-        logger.warning("padding a batch without rows changes nothing")
     if pad_size == 0:
         return data, 0
     return data.select_idxs(torch.arange(len(data) + pad_size) % len(data)), pad_size
@@ -45,7 +39,8 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if pad_size == 0:
         return data
     real = data.slice(0, len(data) - pad_size)
-    if real.batch is not None and IS_PADDING_KEY in real.batch.keys() and not real.batch[IS_PADDING_KEY].any():  # noqa: SIM118
+    mark = real.columns().get(IS_PADDING_KEY)
+    if mark is not None and not mark.any():
         del real.batch[IS_PADDING_KEY]
     return real
 
@@ -70,103 +65,63 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
         raise DataError("a batch without rows has no row to pad with")
     num_real = len(data)
     padded = data.select_idxs(torch.cat([torch.arange(num_real), torch.zeros(num_rows, dtype=torch.int64)]))
-    for key, tensor in padded.batch.items() if padded.batch is not None else ():
-        if _counts(key):
-            _zero_rows(tensor, num_real)
-    for key, array in padded.non_tensor_batch.items():
-        if _counts(key) and array.dtype.kind in "biufc":
-            array[num_real:] = 0
+    for key, column in padded.columns().items():
+        if not key.endswith(("mask", "weight", "weights")) or key.endswith("attention_mask"):
+            continue
+        if isinstance(column, torch.Tensor):
+            for row in column.unbind()[num_real:]:
+                row.zero_()
+        elif column.dtype.kind in "biufc":
+            column[num_real:] = 0
     if padded.batch is None:
         padded.batch = new_batch({}, [len(padded)])
-    if IS_PADDING_KEY not in padded.batch.keys():  # noqa: SIM118  # a TensorDict iterates rows
-        device = next((tensor.device for tensor in padded.batch.values()), None)
-        padded.batch.set(IS_PADDING_KEY, torch.zeros(padded.batch.batch_size, dtype=torch.bool, device=device))
-    padded.batch[IS_PADDING_KEY][num_real:] = True
+    device = next((tensor.device for tensor in padded.batch.values()), None)
+    is_padding = torch.arange(len(padded), device=device) >= num_real
+    if IS_PADDING_KEY in padded.columns():
+        is_padding |= padded.batch[IS_PADDING_KEY]
+    padded.batch.set(IS_PADDING_KEY, is_padding)
     return padded
-
-
-def _counts(key: str) -> bool:
-    return key.endswith(("mask", "weight", "weights")) and not key.endswith("attention_mask")
-
-
-def _zero_rows(tensor: torch.Tensor, start: int) -> None:
-    """Zero the rows from `start` on, in memory that nobody else has (rows that were gathered)."""
-    if not tensor.is_nested:
-        tensor[start:] = 0
-        return
-    values, offsets, dim = jagged_parts(tensor)
-    first, last = int(offsets[start]), int(offsets[-1])
-    values.narrow(dim - 1, first, last - first).zero_()
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """[rows, ...] as [new_batch_size, rows // new_batch_size, ...]: groups of neighbouring rows become rows."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataError(f"{len(data)} rows cannot be folded into {new_batch_size}")
-    group = len(data) // new_batch_size
-    batch = None
-    if data.batch is not None:
-        _refuse_jagged(data, "folded")
-        columns = {key: tensor.reshape(new_batch_size, group, *tensor.shape[1:]) for key, tensor in data.batch.items()}
-        batch = new_batch(columns, [new_batch_size], data.batch.device)
-    arrays = {key: array.reshape(new_batch_size, group, *array.shape[1:]) for key, array in _arrays(data)}
-    return DataProto(batch, arrays, dict(data.meta_info))
+    return _reshape(data, 1, [new_batch_size, len(data) // new_batch_size])
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """The first `batch_dims` dimensions as one dimension of rows: the inverse of `fold_batch_dim`."""
-    shapes = {key: tuple(tensor.shape) for key, tensor in (data.batch.items() if data.batch is not None else ())}
-    shapes |= {key: array.shape for key, array in _arrays(data)}
-    _refuse_jagged(data, "unfolded")
-    if batch_dims < 1 or len({shape[:batch_dims] for shape in shapes.values()}) > 1:
+    shapes = {key: tuple(column.shape) for key, column in data.columns().items()}
+    folded = {shape[:batch_dims] for shape in shapes.values()} or {(len(data),)}
+    if batch_dims < 1 or len(folded) > 1 or (shapes and min(map(len, folded)) < batch_dims):
         raise DataError(f"these columns do not have the same first {batch_dims} dimensions: {shapes}")
-    if short := {key: shape for key, shape in shapes.items() if len(shape) < batch_dims}:
-        raise DataError(f"these columns have fewer than {batch_dims} dimensions: {short}")
-    folded = next(iter(shapes.values()))[:batch_dims] if shapes else (len(data),)
-    num_rows = int(np.prod(folded))
-    batch = None
-    if data.batch is not None:
-        columns = {key: tensor.reshape(num_rows, *tensor.shape[batch_dims:]) for key, tensor in data.batch.items()}
-        batch = new_batch(columns, [num_rows], data.batch.device)
-    arrays = {key: array.reshape(num_rows, *array.shape[batch_dims:]) for key, array in _arrays(data)}
-    return DataProto(batch, arrays, dict(data.meta_info))
+    return _reshape(data, batch_dims, [int(np.prod(folded.pop()))])
 
 
-def _arrays(data: DataProto) -> list[tuple[str, Any]]:
-    return list(data.non_tensor_batch.items())
-
-
-def _refuse_jagged(data: DataProto, verb: str) -> None:
-    jagged = [key for key, tensor in (data.batch.items() if data.batch is not None else ()) if tensor.is_nested]
-    if jagged:
-        raise DataError(f"jagged tensors cannot be {verb}: {jagged}")
+def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
+    """With the first dimensions of every column replaced by others of as many elements."""
+    columns = data.columns()
+    if jagged := [key for key, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]:
+        raise DataError(f"jagged tensors cannot be folded: {jagged}")
+    reshaped = {key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()}
+    batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
+    return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """The batch whose rows these items are; without meta_info, which belongs to the batch they came from."""
     if not items:
         raise DataError("nothing to collate: the list of items is empty")
-    first = items[0]
-    keys = _item_keys(first)
-    for i, item in enumerate(items):
-        if _item_keys(item) != keys:
-            raise DataError(f"items 0 and {i} have different keys: {keys} and {_item_keys(item)}")
-    batch = None
-    if first.batch is not None:
-        columns = {key: _stack(key, [item.batch.get(key) for item in items], first) for key in keys[0]}
-        batch = new_batch(columns, [len(items), *first.batch.batch_size], first.batch.device)
-    arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in first.non_tensor_batch}
-    return DataProto(batch, arrays)
+    return DataProto.concat([_batch_of_one(item) for item in items])
 
 
-def _item_keys(item: DataProtoItem) -> tuple[list[str], list[str]]:
-    return sorted(item.batch.keys()) if item.batch is not None else [], sorted(item.non_tensor_batch)
-
-
-def _stack(key: str, rows: list[torch.Tensor], item: DataProtoItem) -> torch.Tensor:
-    if key in item.jagged_keys:
-        return jagged_from_rows(rows)
-    try:
-        return torch.stack(rows)
-    except RuntimeError as error:
-        raise DataError(f"{key!r} cannot be stacked: {', '.join(describe(row) for row in rows)}") from error
+def _batch_of_one(item: DataProtoItem) -> DataProto:
+    arrays = {key: object_array([value]) for key, value in item.non_tensor_batch.items()}
+    if item.batch is None:
+        return DataProto(None, arrays)
+    columns = {
+        key: torch.nested.nested_tensor([row], layout=torch.jagged) if key in item.jagged_keys else row.unsqueeze(0)
+        for key, row in item.batch.items()
+    }
+    return DataProto(new_batch(columns, [1, *item.batch.batch_size], item.batch.device), arrays)

@@ -10,7 +10,7 @@ Does not know DataProto.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,193 +22,118 @@ from tensordict.base import TensorDictBase
 from rolepool.errors import DataError
 from rolepool.protocol.encoding import jagged_from_parts, jagged_parts, tensor_bytes
 
-Tensors = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
+Column = torch.Tensor | npt.NDArray[Any]
+Columns = dict[str, Column]
 Rows = builtins.slice | torch.Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
+_NewOffsets = dict[tuple[int, ...], tuple[Any, torch.Tensor]]  # by the ids of the old ones, which are kept alive
 
 
 class RowIndexError(DataError, IndexError):
     """A row number beyond the batch. An IndexError too, so that iteration by position ends where it should."""
 
 
-# --- which rows ---------------------------------------------------------------------------------------------------
-
-
-def row_number(index: int, num_rows: int) -> int:
-    """A row number counted from the front."""
-    if not -num_rows <= index < num_rows:
-        raise RowIndexError(f"row {index} of a batch of {num_rows} rows")
-    return index % num_rows
+# --- taking and joining rows --------------------------------------------------------------------------------------
 
 
 def rows_of(index: Any, num_rows: int) -> Rows:
     """The rows that a slice, a list, array or tensor of row numbers, or a bool mask selects of `num_rows`."""
+    everything = np.arange(num_rows)
     if isinstance(index, builtins.slice):
         start, stop, step = index.indices(num_rows)
-        if step == 1:
-            return builtins.slice(start, max(start, stop))
-        return torch.arange(num_rows)[torch.from_numpy(np.arange(start, stop, step))]
-    if isinstance(index, torch.Tensor):
-        rows = index.detach().cpu()
-    else:
-        try:
-            rows = torch.as_tensor(np.asarray(index))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"rows are selected by numbers or a bool mask, not by {index!r}") from error
-    if rows.dim() != 1:
-        raise DataError(f"rows are selected by a 1-d index, not by one of shape {tuple(rows.shape)}")
-    if rows.dtype == torch.bool:
-        if len(rows) != num_rows:
-            raise DataError(f"a bool mask of {len(rows)} entries on a batch of {num_rows} rows")
-        return rows.nonzero().squeeze(1)
-    if len(rows) == 0:
-        return torch.zeros(0, dtype=torch.int64)
-    if rows.is_floating_point() or rows.is_complex():
-        raise DataError(f"rows are selected by whole numbers or a bool mask, not by {rows.dtype}")
-    rows = rows.to(torch.int64)
-    low, high = int(rows.min()), int(rows.max())
-    if low < -num_rows or high >= num_rows:
-        raise RowIndexError(f"row {low if low < -num_rows else high} of a batch of {num_rows} rows")
-    return torch.where(rows < 0, rows + num_rows, rows)
+        return builtins.slice(start, max(start, stop)) if step == 1 else torch.from_numpy(everything[index].copy())
+    try:
+        rows = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"rows are selected by numbers or a bool mask, not by {index!r}") from error
+    if rows.shape == (0,) and rows.dtype != bool:
+        rows = rows.astype(np.int64)  # an empty list counts as one of floats
+    if rows.ndim != 1 or rows.dtype.kind not in "biu":
+        raise DataError(f"rows are selected by a 1-d index of whole numbers or a bool mask, not by {index!r}")
+    try:
+        return torch.from_numpy(everything[rows])
+    except IndexError as error:
+        raise RowIndexError(f"of a batch of {num_rows} rows: {error}") from None
 
 
-def num_selected(rows: Rows) -> int:
-    return rows.stop - rows.start if isinstance(rows, builtins.slice) else len(rows)
+def take_rows(columns: Mapping[str, Column], rows: Rows) -> Columns:
+    """These rows of every column: views for a slice (but of jagged tensors copies), copies for row numbers."""
+    new_offsets: _NewOffsets = {}
+    return {key: _take(column, rows, new_offsets) for key, column in columns.items()}
 
 
-# --- taking rows --------------------------------------------------------------------------------------------------
-
-
-def take_tensors(columns: Mapping[str, torch.Tensor], rows: Rows) -> Tensors:
-    """These rows of every column: views for a slice, copies for row numbers."""
-    shared = _SharedOffsets()
-    taken = {}
-    for key, tensor in columns.items():
-        if tensor.is_nested:
-            taken[key] = _take_jagged(tensor, rows, shared)
-        else:
-            taken[key] = tensor[rows if isinstance(rows, builtins.slice) else rows.to(tensor.device)]
-    return taken
-
-
-def take_arrays(columns: Mapping[str, npt.NDArray[Any]], rows: Rows) -> Arrays:
-    """These rows of every array: views for a slice, copies for row numbers."""
-    index = rows if isinstance(rows, builtins.slice) else rows.numpy()
-    return {key: array[index] for key, array in columns.items()}
-
-
-def take_row(tensor: torch.Tensor, row: int) -> torch.Tensor:
-    """One row, without the batch dimension; of a jagged tensor a dense one of that row's length."""
-    if not tensor.is_nested:
-        return tensor[row]
-    values, offsets, dim = jagged_parts(tensor)
-    start, stop = (int(edge) for edge in offsets[row : row + 2])
-    return values.narrow(dim - 1, start, stop - start)
-
-
-class _SharedOffsets:
-    """New offsets by old ones, so that columns which shared theirs share the new ones."""
-
-    def __init__(self) -> None:
-        self.new: dict[tuple[int, ...], torch.Tensor] = {}
-        self.alive: list[Any] = []  # an id is only good while its object lives
-
-    def get(self, old: Sequence[torch.Tensor], fresh: torch.Tensor) -> torch.Tensor:
-        self.alive.append(old)
-        return self.new.setdefault(tuple(map(id, old)), fresh)
-
-
-def _take_jagged(tensor: torch.Tensor, rows: Rows, shared: _SharedOffsets) -> torch.Tensor:
-    values, offsets, dim = jagged_parts(tensor)
+def _take(column: Column, rows: Rows, new_offsets: _NewOffsets) -> Column:
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        return _take_jagged(column, torch.arange(len(column))[rows], new_offsets)
     if isinstance(rows, builtins.slice):
-        edges = offsets[rows.start : rows.stop + 1]
-        start, stop = int(edges[0]), int(edges[-1])
-        taken = values.narrow(dim - 1, start, stop - start)
-        fresh = edges - start
-    else:
-        rows = rows.to(offsets.device)
-        lengths = offsets.diff()[rows]
-        fresh = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
-        shift = torch.repeat_interleave(offsets[:-1][rows] - fresh[:-1], lengths)
-        positions = shift + torch.arange(int(fresh[-1]), device=offsets.device)
-        taken = values[(builtins.slice(None),) * (dim - 1) + (positions,)]
-    return jagged_from_parts(taken, shared.get([offsets], fresh), dim)
+        return column[rows]
+    return column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]
 
 
-# --- joining rows -------------------------------------------------------------------------------------------------
+def _take_jagged(tensor: torch.Tensor, rows: torch.Tensor, new_offsets: _NewOffsets) -> torch.Tensor:
+    values, offsets, dim = jagged_parts(tensor)
+    rows = rows.to(offsets.device)
+    lengths = offsets.diff()[rows]
+    fresh = _offsets_of(lengths)
+    shift = torch.repeat_interleave(offsets[:-1][rows] - fresh[:-1], lengths)
+    taken = values.index_select(dim - 1, shift + torch.arange(int(fresh[-1]), device=offsets.device))
+    return jagged_from_parts(taken, new_offsets.setdefault((id(offsets),), (offsets, fresh))[1], dim)
 
 
-def cat_tensors(parts: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
+def join_rows(parts: Sequence[Mapping[str, Column]]) -> Columns:
     """The rows of all parts, one after another, copied. The parts have the same keys."""
-    shared = _SharedOffsets()
-    joined = {}
+    new_offsets: _NewOffsets = {}
+    joined: Columns = {}
     for key in parts[0]:
-        column = [part[key] for part in parts]
+        column: list[Any] = [part[key] for part in parts]
         try:
-            if any(tensor.is_nested for tensor in column):
-                joined[key] = _cat_jagged(column, shared)
+            if isinstance(column[0], np.ndarray):
+                joined[key] = np.concatenate(column)
+            elif column[0].is_nested:
+                joined[key] = _join_jagged(column, new_offsets)
             else:
                 joined[key] = torch.cat(column)
-        except (RuntimeError, ValueError) as error:
-            kinds = ", ".join(describe(tensor) for tensor in column)
-            raise DataError(f"{key!r} cannot be concatenated: {kinds}") from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DataError(f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}") from error
     return joined
 
 
-def _cat_jagged(column: list[torch.Tensor], shared: _SharedOffsets) -> torch.Tensor:
+def _join_jagged(column: list[torch.Tensor], new_offsets: _NewOffsets) -> torch.Tensor:
     if not all(tensor.is_nested for tensor in column):
         raise ValueError("dense and jagged tensors")
-    parts = [jagged_parts(tensor) for tensor in column]
-    dim = parts[0].dim
-    if any(part.dim != dim for part in parts):
+    values, offsets, dims = zip(*map(jagged_parts, column), strict=True)
+    if len(set(dims)) > 1:
         raise ValueError("jagged in different dimensions")
-    lengths = torch.cat([part.offsets.diff() for part in parts])
-    fresh = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
-    values = torch.cat([part.values for part in parts], dim=dim - 1)
-    return jagged_from_parts(values, shared.get([part.offsets for part in parts], fresh), dim)
+    fresh = _offsets_of(torch.cat([one.diff() for one in offsets]))
+    shared = new_offsets.setdefault(tuple(map(id, offsets)), (offsets, fresh))[1]
+    return jagged_from_parts(torch.cat(values, dim=dims[0] - 1), shared, dims[0])
 
 
-def jagged_from_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A jagged tensor of these rows, which may differ in one dimension."""
-    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
-
-
-def cat_arrays(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> Arrays:
-    """The rows of all parts, one after another, copied. The parts have the same keys."""
-    joined = {}
-    for key in parts[0]:
-        column = [part[key] for part in parts]
-        try:
-            joined[key] = np.concatenate(column)
-        except ValueError as error:
-            shapes = ", ".join(str(array.shape) for array in column)
-            raise DataError(f"{key!r} cannot be concatenated: arrays of shapes {shapes}") from error
-    return joined
+def _offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
 
 
 # --- equality and union -------------------------------------------------------------------------------------------
 
 
-def describe(tensor: torch.Tensor) -> str:
-    kind = "jagged " if tensor.is_nested else ""
-    return f"{kind}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = "jagged " if value.is_nested else ""
+        return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in dtype, shape and every element, where NaN equals NaN."""
-    if a is b:
-        return True
     if a.dtype != b.dtype or a.is_nested != b.is_nested:
         return False
     if a.is_nested:
-        x, y = jagged_parts(a), jagged_parts(b)
-        return x.dim == y.dim and same_tensor(x.offsets, y.offsets) and same_tensor(x.values, y.values)
+        return same_value(jagged_parts(a), jagged_parts(b))
     if a.shape != b.shape:
         return False
-    if np.array_equal(tensor_bytes(a), tensor_bytes(b)):
-        return True
-    if not (a.is_floating_point() or a.is_complex()):
-        return False
+    same_bytes = np.array_equal(tensor_bytes(a), tensor_bytes(b))
+    if same_bytes or not (a.is_floating_point() or a.is_complex()):
+        return same_bytes
     b = b.to(a.device)
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -223,45 +148,38 @@ def same_value(a: Any, b: Any) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.dtype.hasobject:
-            return all(same_value(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+            return all(map(same_value, a.flat, b.flat))
         return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
-        return True
     try:
-        return bool(a == b)
+        return bool(a == b) or bool(a != a and b != b)
     except (TypeError, ValueError, RuntimeError):  # a tensor or array against something else
         return False
+
+
+def only_in_second(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """What a union adds to the first; keys in both must hold equal values."""
+    for key in first.keys() & second.keys():
+        if not same_value(first[key], second[key]):
+            content = f"{describe(first[key])}, {describe(second[key])}"
+            raise DataError(f"{key!r} is in both batches with different content: {content}")
+    return {key: value for key, value in second.items() if key not in first}
 
 
 def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase) -> TensorDictBase:
     """Add the second's tensors to the first, which is changed and returned; keys in both must hold equal tensors."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = f"{list(tensor_dict1.batch_size)} (keys {sorted(tensor_dict1.keys())}) and"
-        sizes += f" {list(tensor_dict2.batch_size)} (keys {sorted(tensor_dict2.keys())})"
-        raise DataError(f"a union needs equal batch sizes, not {sizes}")
-    new: dict[str, Any] = dict(tensor_dict2.items())
-    for key in [key for key in new if key in tensor_dict1.keys()]:  # noqa: SIM118  # a TensorDict iterates rows
-        mine: Any = tensor_dict1.get(key)
-        theirs = new.pop(key)
-        if not same_tensor(mine, theirs):
-            raise DataError(f"{key!r} is in both batches with different content: {describe(mine)}, {describe(theirs)}")
-    for key, tensor in new.items():
-        tensor_dict1.set(key, tensor)
-    return tensor_dict1
+        sizes = [f"{list(one.batch_size)} (keys {sorted(one.keys())})" for one in (tensor_dict1, tensor_dict2)]
+        raise DataError(f"a union needs equal batch sizes, not {' and '.join(sizes)}")
+    return tensor_dict1.update(only_in_second(dict(tensor_dict1.items()), dict(tensor_dict2.items())))
 
 
 def union_numpy_dict(tensor_dict1: Arrays, tensor_dict2: Arrays) -> Arrays:
     """Add the second's arrays to the first, which is changed and returned; keys in both must hold equal arrays."""
-    for key, theirs in tensor_dict2.items():
-        if key in tensor_dict1 and not same_value(tensor_dict1[key], theirs):
-            mine = tensor_dict1[key]
-            kinds = f"{mine.dtype}{list(mine.shape)}, {theirs.dtype}{list(theirs.shape)}"
-            raise DataError(f"{key!r} is in both batches with different content: {kinds}")
-    tensor_dict1.update({key: array for key, array in tensor_dict2.items() if key not in tensor_dict1})
+    tensor_dict1.update(only_in_second(tensor_dict1, tensor_dict2))
     return tensor_dict1
 
 
@@ -270,7 +188,7 @@ def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for part in parts:
-        merged = union_meta_info(merged, {key: value for key, value in part.items() if key != "metrics"})
+        merged |= only_in_second(merged, {key: value for key, value in part.items() if key != "metrics"})
         own = part.get("metrics") or []
         for row in own if isinstance(own, list) else [own]:
             for key, value in row.items():
@@ -278,31 +196,27 @@ def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**merged, "metrics": metrics} if metrics else merged
 
 
-def union_meta_info(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The entries of both; keys in both must hold equal values."""
-    for key in first.keys() & second.keys():
-        if not same_value(first[key], second[key]):
-            raise DataError(f"meta_info {key!r} is {first[key]!r} in one batch and {second[key]!r} in the other")
-    return {**first, **second}
+# --- sizes --------------------------------------------------------------------------------------------------------
 
 
 def new_batch(columns: Mapping[str, torch.Tensor], batch_size: Sequence[int], device: Any = None) -> TensorDict:
     return TensorDict(dict(columns), batch_size=list(batch_size), device=device)
 
 
+def wrong_tensors(tensors: Mapping[str, Any]) -> Iterator[str]:
+    """What of these cannot be in a batch."""
+    for key, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            yield f"batch[{key!r}] is a {type(value).__name__}, not a tensor (see from_tensordict)"
+        elif value.is_nested and value.layout != torch.jagged:
+            yield f"batch[{key!r}] is a strided nested tensor, which has no rows; make it with layout=torch.jagged"
+
+
 def common_size(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> tuple[int, ...]:
     """The first `num_batch_dims` dimensions, which all tensors must share."""
-    if wrong := {key: type(value).__name__ for key, value in tensors.items() if not isinstance(value, torch.Tensor)}:
-        raise DataError(f"tensors holds values that are none: {wrong}")
-    if strided := [key for key, tensor in tensors.items() if tensor.is_nested and tensor.layout != torch.jagged]:
-        raise DataError(f"these are strided nested tensors, which have no rows; use layout=torch.jagged: {strided}")
+    if problems := list(wrong_tensors(tensors)):
+        raise DataError(problems)
     sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors.items()}
-    if short := {key: size for key, size in sizes.items() if len(size) < num_batch_dims}:
-        raise DataError(f"these tensors have fewer than {num_batch_dims} batch dimensions: {short}")
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"the tensors of a batch need equal batch sizes, not {sizes}")
+    if len(set(sizes.values())) > 1 or min(map(len, sizes.values())) < num_batch_dims:
+        raise DataError(f"the tensors of a batch need {num_batch_dims} batch dimensions of equal sizes, not {sizes}")
     return next(iter(sizes.values()))
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    return int((tensor.values() if tensor.is_nested else tensor).nbytes)

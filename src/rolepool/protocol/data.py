@@ -7,8 +7,8 @@ of Python objects) and `meta_info` (about the batch as a whole). The names and t
 What is shared and what is copied, for all operations: containers (the TensorDict, the two dicts) are new in every
 result, so adding or removing a key of a result never changes its source. Tensors and arrays are shared with the
 source by `select`, `slice`, `chunk`, `split` and integer indexing, and copied where rows are gathered or joined
-(`select_idxs`, `repeat`, `concat`, `padding`). `union`, `pop`, `rename`, `reorder`, `padding` and `to` change the
-batch they are called on.
+(`select_idxs`, `repeat`, `concat`, `padding`); the rows of jagged tensors are always copied. `union`, `pop`, `rename`,
+`reorder`, `padding` and `to` change the batch they are called on.
 
 Does not know processes: `encoding` turns a batch into shared-memory buffers, `storage` into a file.
 """
@@ -34,23 +34,20 @@ from rolepool.errors import DataError
 from rolepool.protocol import storage
 from rolepool.protocol.columns import (
     Arrays,
+    Column,
+    Columns,
     Rows,
-    cat_arrays,
-    cat_tensors,
     common_size,
     describe,
+    join_rows,
     merge_meta_info,
     new_batch,
-    num_bytes,
-    num_selected,
-    row_number,
+    only_in_second,
     rows_of,
-    take_arrays,
-    take_row,
-    take_tensors,
-    union_meta_info,
+    take_rows,
     union_numpy_dict,
     union_tensor_dict,
+    wrong_tensors,
 )
 from rolepool.protocol.encoding import Encoded, encode, object_array
 
@@ -71,8 +68,7 @@ class DataProtoItem:
     jagged_keys: frozenset[str] = frozenset()  # so that `collate_fn` makes these jagged again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = (*_batch_state(self.batch), self.non_tensor_batch, self.meta_info, self.jagged_keys)
-        return _restore_item, (encode(state),)
+        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info, self.jagged_keys)))
 
 
 @dataclass(eq=False)
@@ -103,10 +99,10 @@ class DataProto:
 
         Non-tensors that are not arrays (lists, mostly) become 1-d object arrays, one entry per row.
         """
-        if num_batch_dims < 1:
-            raise DataError(f"num_batch_dims is {num_batch_dims}, but a batch has at least one dimension of rows")
-        if non_tensors and num_batch_dims != 1:
-            raise DataError(f"num_batch_dims is {num_batch_dims}, but non_tensors have one: {sorted(non_tensors)}")
+        if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
+            raise DataError(
+                f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors or ())}"
+            )
         arrays = {
             key: value if isinstance(value, np.ndarray) else object_array(list(value))
             for key, value in (non_tensors or {}).items()
@@ -116,6 +112,15 @@ class DataProto:
             meta_info[AUTO_PADDING_KEY] = True
         batch = new_batch(tensors, common_size(tensors, num_batch_dims)) if tensors else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    @classmethod
+    def from_columns(
+        cls, columns: Mapping[str, Any], batch_size: Sequence[int] | None, meta_info: dict[str, Any], device: Any = None
+    ) -> DataProto:
+        """A batch of tensors and arrays; without a `batch_size` it has no tensors."""
+        tensors = {key: column for key, column in columns.items() if isinstance(column, torch.Tensor)}
+        arrays = {key: column for key, column in columns.items() if key not in tensors}
+        return cls(None if batch_size is None else new_batch(tensors, batch_size, device), arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -145,7 +150,7 @@ class DataProto:
             elif isinstance(value, NonTensorStack):
                 arrays[key] = object_array(value.tolist())
             elif isinstance(value, NonTensorData):
-                meta = union_meta_info(meta, {key: value.data})
+                meta |= only_in_second(meta, {key: value.data})
             else:
                 raise DataError(f"{key!r} is a {type(value).__name__}; a batch is flat: tensor_dict.flatten_keys('.')")
         return cls.from_dict(tensors, arrays, meta, num_batch_dims)
@@ -155,12 +160,9 @@ class DataProto:
 
         Shares the tensors.
         """
-        tensors = self._tensors()
-        names = [*tensors, *self.non_tensor_batch, *self.meta_info]
-        if clash := sorted({name for name in names if names.count(name) > 1}):
-            raise DataError(f"a TensorDict has one value per key, but these are in several parts: {clash}")
-        size = self.batch.batch_size if self.batch is not None else [len(self)]
-        result = new_batch(tensors, size)
+        if clash := sorted(self.columns().keys() & self.meta_info.keys()):
+            raise DataError(f"a TensorDict has one value per key, but these are in meta_info too: {clash}")
+        result = TensorDict({}, [len(self)]) if self.batch is None else self.batch.clone(recurse=False)
         for key, array in self.non_tensor_batch.items():
             rows = [NonTensorData(row) for row in array]
             result.set(key, NonTensorStack(*rows) if rows else NonTensorStack(batch_size=[]))
@@ -175,19 +177,30 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
 
+    def columns(self) -> Columns:
+        """The tensors and arrays by key, in a dict of its own."""
+        tensors: Columns = {} if self.batch is None else dict(self.batch.items())
+        if clash := sorted(tensors.keys() & self.non_tensor_batch.keys()):
+            raise DataError(f"these keys are both in batch and in non_tensor_batch: {clash}")
+        return {**tensors, **self.non_tensor_batch}
+
+    def like(self, columns: Mapping[str, Column], num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
+        """A batch of other columns, with that many rows, that is as this one otherwise."""
+        meta_info = dict(self.meta_info) if meta_info is None else meta_info
+        if self.batch is None:
+            return type(self).from_columns(columns, None, meta_info)
+        batch_size = [num_rows, *self.batch.batch_size[1:]]
+        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device)
+
     def check_consistency(self) -> None:
         """Raise a DataError that names the keys if the parts do not have the same rows or hold the wrong types."""
-        problems = []
+        problems: list[str] = []
         if self.batch is not None:
             if not isinstance(self.batch, TensorDictBase):
                 raise DataError(f"batch is a {type(self.batch).__name__}; it must be a TensorDict (see from_dict)")
             if not self.batch.batch_size:
                 raise DataError(f"batch has no dimension of rows: batch_size is [] (keys {sorted(self.batch.keys())})")
-            for key, value in self.batch.items():
-                if not isinstance(value, torch.Tensor):
-                    problems.append(f"batch[{key!r}] is a {type(value).__name__}, not a tensor (see from_tensordict)")
-                elif value.is_nested and value.layout != torch.jagged:
-                    problems.append(f"batch[{key!r}] is a strided nested tensor; make it with layout=torch.jagged")
+            problems += wrong_tensors(dict(self.batch.items()))
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 problems.append(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, not an array with rows")
@@ -196,12 +209,14 @@ class DataProto:
                 problems.append(f"non_tensor_batch[{key!r}] has {len(array)} rows, but {first} has {len(self)}")
         if problems:
             raise DataError(problems)
+        self.columns()
 
     def print_size(self, prefix: str = "") -> str:
         """Log, and return, how many bytes the tensors and arrays take (of objects only the references)."""
-        tensors = sum(num_bytes(tensor) for tensor in self._tensors().values())
-        arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
-        text = f"{len(self)} rows, batch {tensors / 2**20:.2f} MiB, non_tensor_batch {arrays / 2**20:.2f} MiB"
+        batch = [] if self.batch is None else self.batch.values()
+        tensors = [tensor.values() if tensor.is_nested else tensor for tensor in batch]
+        sizes = [sum(column.nbytes for column in part) for part in (tensors, self.non_tensor_batch.values())]
+        text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
         text = f"{prefix}, {text}" if prefix else text
         logger.info(text)
         return text
@@ -217,7 +232,8 @@ class DataProto:
         if isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0:
             item = item.item()
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
-            return self._item(row_number(int(item), len(self)))
+            (row,) = torch.arange(len(self))[rows_of([int(item)], len(self))].tolist()
+            return self._item(row)
         return self._take(rows_of(item, len(self)))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
@@ -264,10 +280,10 @@ class DataProto:
 
     def reorder(self, indices: Any) -> None:
         """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
-        rows = rows_of(indices, len(self))
-        if isinstance(rows, builtins.slice) or not torch.equal(rows.sort().values, torch.arange(len(self))):
-            raise DataError(f"reorder needs every one of {len(self)} rows once; got {num_selected(rows)} row numbers")
-        self._replace_rows(self._take(rows))
+        rows = torch.arange(len(self))[rows_of(indices, len(self))]
+        if not torch.equal(rows.sort().values, torch.arange(len(self))):
+            raise DataError(f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers")
+        self._replace_with(self._take(rows))
 
     def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch. See also `pad_rows`."""
@@ -275,13 +291,11 @@ class DataProto:
             raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
         if padding_size < 0:
             raise DataError(f"padding_size is {padding_size}; it must not be negative")
-        if padding_size == 0:
-            return
-        if len(self) == 0:
+        if padding_size and len(self) == 0:
             raise DataError(f"an empty batch (keys {self._keys()}) has no row to pad with")
         candidate = len(self) - 1 if padding_candidate == "last" else 0
         rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
-        self._replace_rows(self._take(rows))
+        self._replace_with(self._take(rows))
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
@@ -296,14 +310,11 @@ class DataProto:
         for i, other in enumerate(data):
             if other._keys() != first._keys() or (other.batch is None) != (first.batch is None):
                 raise DataError(f"batches 0 and {i} have different keys: {first._keys()} and {other._keys()}")
-        batch = None
-        if first.batch is not None:
-            if len(inner := {tuple(part.batch.batch_size[1:]) for part in data}) > 1:
-                raise DataError(f"the batches differ in the batch dimensions after the first: {sorted(inner)}")
-            columns = cat_tensors([part._tensors() for part in data])
-            batch = new_batch(columns, [sum(len(part) for part in data), *inner.pop()], first.batch.device)
-        arrays = cat_arrays([part.non_tensor_batch for part in data])
-        return type(first)(batch, arrays, merge_meta_info([part.meta_info for part in data]))
+        inner = {tuple(part.batch.batch_size[1:]) for part in data if part.batch is not None}
+        if len(inner) > 1:
+            raise DataError(f"the batches differ in the batch dimensions after the first: {sorted(inner)}")
+        meta_info = merge_meta_info([part.meta_info for part in data])
+        return first.like(join_rows([part.columns() for part in data]), sum(map(len, data)), meta_info)
 
     def make_iterator(
         self,
@@ -339,28 +350,24 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """Only these keys; None means all of a part, [] none of it. The tensors are shared unless `deepcopy`."""
-        tensors = _picked(self._tensors(), batch_keys, "batch")
+        tensors = _picked(self.batch, batch_keys, "batch")
         arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
         meta_info = _picked(self.meta_info, meta_info_keys, "meta_info")
-        batch = None if self.batch is None else new_batch(tensors, self.batch.batch_size, self.batch.device)
-        selected = type(self)(batch, arrays, meta_info)
+        selected = self.like({**tensors, **arrays}, len(self), meta_info)
         return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
         self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
     ) -> DataProto:
         """Take these keys out of this batch and return them as one; None takes nothing. Changes this batch."""
-        tensors = _picked(self._tensors(), batch_keys or [], "batch")
-        arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys or [], "non_tensor_batch")
-        meta_info = _picked(self.meta_info, meta_info_keys or [], "meta_info")
-        batch = new_batch(tensors, self.batch.batch_size, self.batch.device) if tensors else None
-        popped = type(self)(batch, arrays, meta_info)
-        for key in tensors:
-            del self.batch[key]
-        for key in arrays:
-            del self.non_tensor_batch[key]
-        for key in meta_info:
-            del self.meta_info[key]
+        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        for part, keys in (
+            (self.batch, batch_keys),
+            (self.non_tensor_batch, non_tensor_batch_keys),
+            (self.meta_info, meta_info_keys),
+        ):
+            for key in _as_list(keys):
+                del part[key]
         return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
@@ -368,18 +375,13 @@ class DataProto:
         old, new = _as_list(old_keys), _as_list(new_keys)
         if len(old) != len(new):
             raise DataError(f"{len(old)} old keys {old} and {len(new)} new keys {new}: rename takes pairs")
-        available = self._keys()
-        if missing := [key for key in old if key not in available]:
-            raise DataError(f"no keys {missing} to rename; there are {available}")
-        names = [key for key in available if key not in old] + new
-        if taken := sorted({key for key in new if names.count(key) > 1}):
+        kept = self.columns()
+        if missing := [key for key in old if key not in kept]:
+            raise DataError(f"no keys {missing} to rename; there are {self._keys()}")
+        moved = [kept.pop(key) for key in old]
+        if taken := sorted({key for key in new if key in kept or new.count(key) > 1}):
             raise DataError(f"renaming {old} to {new} would give two columns the name {taken}")
-        moved = self.pop([k for k in old if k in self._tensors()], [k for k in old if k in self.non_tensor_batch])
-        for key, name in zip(old, new, strict=True):
-            if key in moved.non_tensor_batch:
-                self.non_tensor_batch[name] = moved.non_tensor_batch[key]
-            else:
-                self.batch.set(name, moved.batch.get(key))
+        self._replace_with(self.like({**kept, **dict(zip(new, moved, strict=True))}, len(self)))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -390,7 +392,7 @@ class DataProto:
         if self._keys() and other._keys() and len(self) != len(other):
             mine, theirs = f"{len(self)} rows ({self._keys()})", f"{len(other)} ({other._keys()})"
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
-        meta_info = union_meta_info(self.meta_info, other.meta_info)
+        meta_info = self.meta_info | only_in_second(self.meta_info, other.meta_info)
         arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if self.batch is None:
             self.batch = None if other.batch is None else other.batch.clone(recurse=False)
@@ -409,18 +411,16 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write one safetensors file, whole or not at all; non-tensors must be what JSON, numpy or torch can hold."""
-        storage.save(filepath, *_batch_state(self.batch), self.non_tensor_batch, self.meta_info)
+        storage.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> DataProto:
         """The batch that `save_to_disk` wrote."""
-        tensors, batch_size, arrays, meta_info = storage.load(filepath)
-        return cls(None if tensors is None else new_batch(tensors, batch_size), arrays, meta_info)
+        return cls(*storage.load(filepath))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as plain buffers (see `encoding`); the copy lives on the CPU and is nobody else's."""
-        state = (*_batch_state(self.batch), self.non_tensor_batch, self.meta_info)
-        return _restore, (type(self), encode(state))
+        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -430,59 +430,41 @@ class DataProto:
         return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def __repr__(self) -> str:
-        tensors = {key: describe(tensor) for key, tensor in self._tensors().items()}
-        arrays = {key: f"{array.dtype}{list(array.shape)}" for key, array in self.non_tensor_batch.items()}
-        return f"DataProto({len(self)} rows, batch={tensors}, non_tensor_batch={arrays}, meta_info={self.meta_info})"
+        columns = {key: describe(column) for key, column in self.columns().items()}
+        return f"DataProto({len(self)} rows, {columns}, meta_info={self.meta_info})"
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else dict(self.batch.items())
-
     def _keys(self) -> list[str]:
-        return sorted([*self._tensors(), *self.non_tensor_batch])
+        return sorted(self.columns())
 
     def _take(self, rows: Rows) -> DataProto:
-        batch = None
-        if self.batch is not None:
-            size = [num_selected(rows), *self.batch.batch_size[1:]]
-            batch = new_batch(take_tensors(self._tensors(), rows), size, self.batch.device)
-        return type(self)(batch, take_arrays(self.non_tensor_batch, rows), dict(self.meta_info))
+        return self.like(take_rows(self.columns(), rows), len(torch.arange(len(self))[rows]))
 
     def _item(self, row: int) -> DataProtoItem:
-        batch = None
-        tensors = self._tensors()
+        batch, jagged_keys = None, frozenset[str]()
         if self.batch is not None:
-            columns = {key: take_row(tensor, row) for key, tensor in tensors.items()}
+            columns = {key: tensor[row] for key, tensor in self.batch.items()}
             batch = new_batch(columns, self.batch.batch_size[1:], self.batch.device)
+            jagged_keys = frozenset(key for key, tensor in self.batch.items() if tensor.is_nested)
         values = {key: array[row] for key, array in self.non_tensor_batch.items()}
-        jagged_keys = frozenset(key for key, tensor in tensors.items() if tensor.is_nested)
         return DataProtoItem(batch, values, dict(self.meta_info), jagged_keys)
 
-    def _replace_rows(self, other: DataProto) -> None:
+    def _replace_with(self, other: DataProto) -> None:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
 
-def _batch_state(batch: Any) -> tuple[dict[str, torch.Tensor] | None, tuple[int, ...]]:
-    return (None, ()) if batch is None else (dict(batch.items()), tuple(batch.batch_size))
+def _restore(cls: type[Any], encoded: Encoded) -> Any:
+    return cls(*encoded.decode())
 
 
-def _restore(cls: type[DataProto], encoded: Encoded) -> DataProto:
-    tensors, batch_size, arrays, meta_info = encoded.decode()
-    return cls(None if tensors is None else new_batch(tensors, batch_size), arrays, meta_info)
-
-
-def _restore_item(encoded: Encoded) -> DataProtoItem:
-    tensors, batch_size, *rest = encoded.decode()
-    return DataProtoItem(None if tensors is None else new_batch(tensors, batch_size), *rest)
-
-
-def _picked(part: Mapping[str, Any], keys: Keys, name: str) -> dict[str, Any]:
+def _picked(part: Any, keys: Keys, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = {} if part is None else dict(part.items())
     if keys is None:
-        return dict(part)
-    if missing := [key for key in _as_list(keys) if key not in part]:
-        raise DataError(f"{name} has no keys {missing}; it has {sorted(part)}")
-    return {key: part[key] for key in _as_list(keys)}
+        return content
+    if missing := [key for key in _as_list(keys) if key not in content]:
+        raise DataError(f"{name} has no keys {missing}; it has {sorted(content)}")
+    return {key: content[key] for key in _as_list(keys)}
 
 
 def _as_list(keys: Keys) -> list[str]:

@@ -1,7 +1,7 @@
 """Tensors as plain buffers: written once into shared memory, read there by everyone, private when written to.
 
-Owns the form in which tensors and numeric arrays travel between processes. `encode` takes them out of a value
-and leaves their bytes as 1-d uint8 arrays, which pickle 5 (and so Ray) hands over out of band: no tensor is
+Owns the form in which tensors and numeric arrays travel between processes. `encode` pickles a value and leaves the
+bytes of its tensors beside it as 1-d uint8 arrays, which pickle 5 (and so Ray) hands over out of band: no tensor is
 pickled, and a row slice carries its own rows and never the storage behind them. `decode` puts them back.
 
 **Reading is free of copies, writing is private.** Ray gives every process of a node the same memory, as read-only
@@ -19,23 +19,23 @@ Does not know Ray, batches, or what the tensors mean.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import itertools
+import io
 import logging
 import mmap
 import os
+import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from rolepool.errors import DataError
+from tensordict import TensorDict
+from tensordict.base import TensorDictBase
 
 logger = logging.getLogger(__name__)
 
@@ -50,53 +50,52 @@ MIN_MAPPED_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value with its tensors and numeric arrays taken out: `tree` refers to `buffers` by position."""
+    """A pickled value, with the bytes of its tensors and numeric arrays beside it."""
 
-    tree: Any
+    pickled: bytes
     buffers: list[Buffer]
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
+
     def decode(self) -> Any:
-        return decode(self)
-
-
-class _TensorRef(NamedTuple):
-    buffer: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _JaggedRef(NamedTuple):
-    values: _TensorRef
-    offsets: _TensorRef
-    dim: int
-
-
-class _ArrayRef(NamedTuple):
-    buffer: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
-class _Container(NamedTuple):
-    """A dict, list, tuple or object array that holds a reference somewhere below; others stay as they are."""
-
-    kind: str
-    keys: Any
-    items: list[Any]
+        """The value; its tensors and arrays may be written to without anyone else seeing it."""
+        return pickle.loads(self.pickled, buffers=make_private(self.buffers))  # noqa: S301  # from our own processes
 
 
 def encode(value: Any) -> Encoded:
-    """Take every tensor and numeric array out of `value`, however deep in dicts, lists, tuples and object arrays.
+    """Take every tensor and numeric array out of `value`, however deep they are.
 
     Contiguous CPU tensors and arrays are not copied here: the buffers are views, so write them out before the
-    originals change. Objects that occur several times are encoded once.
+    originals change.
     """
-    return _Encoder().run(value)
+    pickled, buffers = io.BytesIO(), list[Buffer]()
+
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        buffers.append(np.asarray(buffer.raw()))
+
+    _Pickler(pickled, protocol=5, buffer_callback=keep).dump(value)
+    return Encoded(pickled.getvalue(), buffers)
 
 
-def decode(encoded: Encoded) -> Any:
-    """The value that was encoded; its tensors and arrays may be written to without anyone else seeing it."""
-    return _Decoder(make_private(encoded.buffers)).restore(encoded.tree)
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        raw: Any
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            raw = _array_bytes(value)
+            return _array_from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
+        if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
+            # Columns with one offsets tensor share it again on the other side, by which torch knows that their rows
+            # have the same lengths.
+            return jagged_from_parts, jagged_parts(value)
+        if isinstance(value, TensorDictBase):
+            return TensorDict, (dict(value.items()), value.batch_size)
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+        if is_plain and not (value.is_nested or value.is_quantized or value.is_meta):
+            raw = tensor_bytes(value)
+            return tensor_from_bytes, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape))
+        return super().reducer_override(value)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
@@ -113,6 +112,15 @@ def tensor_from_bytes(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) 
     return torch.from_numpy(buffer).view(dtype).reshape(tuple(shape))
 
 
+def _array_bytes(array: npt.NDArray[Any]) -> Buffer:
+    flat = np.require(array, requirements=["C", "W"]).reshape(-1)  # what is pickled read-only would arrive so
+    return flat.view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+def _array_from_bytes(buffer: Buffer, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    return buffer.view(dtype).reshape(shape) if buffer.size else np.empty(shape, dtype)
+
+
 def object_array(items: Sequence[Any]) -> npt.NDArray[np.object_]:
     """A 1-d object array of these items; `np.array` would make lists of one length into a second dimension."""
     array = np.empty(len(items), dtype=object)
@@ -121,117 +129,16 @@ def object_array(items: Sequence[Any]) -> npt.NDArray[np.object_]:
     return array
 
 
-class _Encoder:
-    def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
-        self.done: dict[int, Any] = {}
-        self.alive: list[Any] = []  # an id is only good while its object lives
-        self.open: set[int] = set()
+def jagged_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The values, offsets and dimension of a jagged tensor, without holes.
 
-    def run(self, value: Any) -> Encoded:
-        return Encoded(self.replace(value), self.buffers)
-
-    def replace(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor | np.ndarray | dict | list | tuple):
-            return value
-        key = id(value)
-        if key in self.done:
-            return self.done[key]
-        if key in self.open:
-            raise DataError(f"a {type(value).__name__} contains itself, which cannot be sent to another process")
-        self.open.add(key)
-        replaced = self.replace_new(value)
-        self.open.remove(key)
-        self.done[key] = replaced
-        self.alive.append(value)
-        return replaced
-
-    def replace_new(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.tensor(value)
-        if type(value) is np.ndarray:
-            return self.objects(value) if value.dtype.hasobject else self.array(value)
-        if type(value) is dict:
-            return self.container(value, "dict", list(value), list(value.values()))
-        if type(value) is list:
-            return self.container(value, "list", None, value)
-        if type(value) is tuple:
-            return self.container(value, "tuple", None, list(value))
-        return value
-
-    def container(self, value: Any, kind: str, keys: Any, items: list[Any]) -> Any:
-        replaced = [self.replace(item) for item in items]
-        changed = any(new is not old for new, old in zip(replaced, items, strict=True))
-        return _Container(kind, keys, replaced) if changed else value
-
-    def objects(self, array: npt.NDArray[Any]) -> Any:
-        if array.dtype != np.dtype(object):
-            return array
-        return self.container(array, "objects", array.shape, list(array.flat))
-
-    def array(self, array: npt.NDArray[Any]) -> _ArrayRef:
-        flat = np.ascontiguousarray(array).reshape(-1)
-        self.buffers.append(flat.view(np.uint8) if array.nbytes else np.empty(0, np.uint8))
-        return _ArrayRef(len(self.buffers) - 1, array.dtype, array.shape)
-
-    def tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.is_nested and tensor.layout == torch.jagged:
-            # Through `replace`: columns with one offsets tensor share it again on the other side, by which torch
-            # knows that their rows have the same lengths.
-            values, offsets, dim = jagged_parts(tensor)
-            return _JaggedRef(self.replace(values), self.replace(offsets), dim)
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return tensor
-        self.buffers.append(tensor_bytes(tensor))
-        return _TensorRef(len(self.buffers) - 1, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-class _Decoder:
-    def __init__(self, buffers: list[Buffer]) -> None:
-        self.buffers = buffers
-        self.done: dict[int, Any] = {}
-
-    def restore(self, node: Any) -> Any:
-        if not isinstance(node, _TensorRef | _JaggedRef | _ArrayRef | _Container):
-            return node
-        if id(node) not in self.done:
-            self.done[id(node)] = self.restore_new(node)
-        return self.done[id(node)]
-
-    def restore_new(self, node: _TensorRef | _JaggedRef | _ArrayRef | _Container) -> Any:
-        if isinstance(node, _TensorRef):
-            return tensor_from_bytes(self.buffers[node.buffer], getattr(torch, node.dtype), node.shape)
-        if isinstance(node, _JaggedRef):
-            return jagged_from_parts(self.restore(node.values), self.restore(node.offsets), node.dim)
-        if isinstance(node, _ArrayRef):
-            buffer = self.buffers[node.buffer]
-            return buffer.view(node.dtype).reshape(node.shape) if buffer.size else np.empty(node.shape, node.dtype)
-        items = [self.restore(item) for item in node.items]
-        if node.kind == "dict":
-            return dict(zip(node.keys, items, strict=True))
-        if node.kind == "objects":
-            return object_array(items).reshape(node.keys)
-        return tuple(items) if node.kind == "tuple" else items
-
-
-class Jagged(NamedTuple):
-    """A jagged tensor without holes: row i is `values` from `offsets[i]` to `offsets[i + 1]`.
-
-    `dim` is the dimension of the jagged tensor whose length varies (1, unless it was transposed); in `values`, which
-    has no dimension of rows, it is `dim - 1`.
+    Row i is `values` from `offsets[i]` to `offsets[i + 1]`. The dimension is that of the jagged tensor whose length
+    varies (1, unless it was transposed); in `values`, which has no dimension of rows, it is one less.
     """
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-    dim: int
-
-
-def jagged_parts(tensor: torch.Tensor) -> Jagged:
     jagged: Any = tensor  # torch types it as a plain Tensor, and has no public name for the ragged dimension
     if jagged.lengths() is not None:
         jagged = jagged.contiguous()
-    return Jagged(jagged.values(), jagged.offsets(), int(jagged._ragged_idx))
+    return jagged.values(), jagged.offsets(), int(jagged._ragged_idx)
 
 
 def jagged_from_parts(values: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:
@@ -244,94 +151,67 @@ def jagged_from_parts(values: torch.Tensor, offsets: torch.Tensor, dim: int) -> 
 def make_private(buffers: Sequence[Buffer]) -> list[Buffer]:
     """Buffers with the same bytes that may be written to without another process or a later read seeing it.
 
-    A writable buffer is private already and returned as it is. Read-only ones are shared memory, or may be: large
-    ones are mapped again copy-on-write, all those of one message together; the others are copied.
+    Large read-only ones are shared memory, or may be: they are mapped again copy-on-write, all those of one message
+    together; the others are copied.
     """
-    private = list(buffers)
-    by_memory: dict[int, tuple[_SharedMemory, list[int]]] = {}
+    private = {}
+    by_memory: dict[_SharedMemory, dict[int, Buffer]] = {}
     for i, buffer in enumerate(buffers):
-        if buffer.flags.writeable:
-            continue
-        memory = _memory_at(_address(buffer), buffer.nbytes) if buffer.nbytes >= MIN_MAPPED_BYTES else None
+        may_be_shared = buffer.nbytes >= MIN_MAPPED_BYTES and not buffer.flags.writeable
+        memory = _memory_at(_address(buffer), buffer.nbytes) if may_be_shared else None
         if memory is None:
             private[i] = buffer.copy()
         else:
-            by_memory.setdefault(memory.start, (memory, []))[1].append(i)
-    for memory, positions in by_memory.values():
-        views = _copy_on_write(memory, [buffers[i] for i in positions])
-        for i, view in zip(positions, views, strict=True):
-            private[i] = view
-    return private
+            by_memory.setdefault(memory, {})[i] = buffer
+    for memory, shared in by_memory.items():
+        private.update(zip(shared, _copy_on_write(memory, list(shared.values())), strict=True))
+    return [private[i] for i in range(len(buffers))]
 
 
 def _copy_on_write(memory: _SharedMemory, buffers: list[Buffer]) -> list[Buffer]:
     low = min(_address(buffer) for buffer in buffers) // mmap.PAGESIZE * mmap.PAGESIZE
     high = max(_address(buffer) + buffer.nbytes for buffer in buffers)
     try:
-        mapping = _PrivateMapping(memory, low, high - low, buffers)
-    except OSError as error:
+        descriptor = _open(memory)
+        try:
+            mapping = _PrivateMapping(
+                descriptor,
+                high - low,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=low - memory.start + memory.offset,
+            )
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
         logger.debug("copying %d bytes, as they cannot be mapped copy-on-write: %s", high - low, error)
         return [buffer.copy() for buffer in buffers]
-    whole: Buffer = np.asarray(mapping)
+    mapping.memory, mapping.owners = memory, buffers
+    _living.add(mapping)
+    whole = np.frombuffer(mapping, np.uint8)
     return [whole[_address(buffer) - low :][: buffer.nbytes] for buffer in buffers]
 
 
-class _PrivateMapping:
-    """A copy-on-write mapping of a part of shared memory, undone when the last array on it is gone.
+class _SharedMemory(NamedTuple):
+    """A shared mapping of this process, and its file as (device, inode)."""
 
-    Not `mmap.mmap`, which holds a file descriptor for every mapping.
-    """
-
-    def __init__(self, memory: _SharedMemory, low: int, num_bytes: int, owners: list[Buffer]) -> None:
-        self._address = 0
-        self._num_bytes = num_bytes
-        self._memory = memory
-        self._owners = owners  # pins the shared object; without it the pages would be given to another one
-        self._munmap = _libc().munmap
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
-        offset = low - memory.start + memory.offset
-        address = _libc().mmap(None, num_bytes, protection, flags, memory.descriptor, offset)
-        if address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._address = address
-        data = (address, False)  # False: not read-only
-        self.__array_interface__ = {"data": data, "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-
-    def __del__(self) -> None:
-        if self._address:
-            self._munmap(self._address, self._num_bytes)
+    start: int
+    end: int
+    offset: int
+    file: tuple[int, int]
 
 
-class _SharedMemory:
-    """A shared file mapping of this process and a read-only descriptor of its file.
+class _PrivateMapping(mmap.mmap):
+    """A copy-on-write mapping of a part of shared memory, undone when the last array on it is gone."""
 
-    Lives exactly as long as private mappings of it do: they pin objects in it, so while one lives the addresses
-    still mean the same file; and once none does, the descriptor must not keep a finished Ray's memory allocated.
-    """
-
-    def __init__(self, start: int, end: int, offset: int, descriptor: int) -> None:
-        self.start, self.end, self.offset, self.descriptor = start, end, offset, descriptor
-        self._close = os.close
-
-    def __del__(self) -> None:
-        self._close(self.descriptor)
+    memory: _SharedMemory
+    owners: list[Buffer]  # pins the shared objects; without it the pages would be given to other ones
 
 
-_memories: weakref.WeakValueDictionary[int, _SharedMemory] = weakref.WeakValueDictionary()
-_known_paths: dict[tuple[int, int], str] = {}  # where a file (device, inode) was opened last time
-_unreachable: set[tuple[int, int]] = set()
+_living: weakref.WeakSet[_PrivateMapping] = weakref.WeakSet()
+_known_paths: dict[tuple[int, int], str | None] = {}  # where a file can be opened, if anywhere
 
 _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memory
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
 
 
 def _address(buffer: Buffer) -> int:
@@ -339,33 +219,10 @@ def _address(buffer: Buffer) -> int:
 
 
 def _memory_at(address: int, num_bytes: int) -> _SharedMemory | None:
-    """The shared file mapping that holds these bytes, or None if there is none or its file cannot be opened."""
-    for memory in list(_memories.values()):
-        if memory.start <= address and address + num_bytes <= memory.end:
-            return memory
-    found = _mapping_at(address)
-    if found is None or address + num_bytes > found.end or not found.shared:
-        return None
-    descriptor = _open_file(found)
-    if descriptor is None:
-        return None
-    memory = _SharedMemory(found.start, found.end, found.offset, descriptor)
-    _memories[found.start] = memory
-    return memory
-
-
-class _Mapping(NamedTuple):
-    """One line of /proc/self/maps."""
-
-    start: int
-    end: int
-    shared: bool
-    offset: int
-    device: int
-    inode: int
-
-
-def _mapping_at(address: int) -> _Mapping | None:
+    """The shared file mapping that holds these bytes, if there is one."""
+    for mapping in list(_living):  # they pin objects, so while one lives its addresses mean the same file
+        if mapping.memory.start <= address and address + num_bytes <= mapping.memory.end:
+            return mapping.memory
     try:
         lines = Path("/proc/self/maps").read_bytes().splitlines()
     except OSError:
@@ -374,56 +231,37 @@ def _mapping_at(address: int) -> _Mapping | None:
         span, mode, offset, device, inode, *_ = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in span.split(b"-"))
         if start <= address < end:
+            is_shared = mode.endswith(b"s") and inode != b"0" and address + num_bytes <= end
             major, minor = (int(part, 16) for part in device.split(b":"))
-            shared = mode.endswith(b"s") and inode != b"0"
-            return _Mapping(start, end, shared, int(offset, 16), os.makedev(major, minor), int(inode))
+            file = os.makedev(major, minor), int(inode)
+            return _SharedMemory(start, end, int(offset, 16), file) if is_shared else None
     return None
 
 
-def _open_file(mapping: _Mapping) -> int | None:
+def _open(memory: _SharedMemory) -> int:
     """A read-only descriptor of the mapped file, which has no name any more."""
-    wanted = (mapping.device, mapping.inode)
-    if wanted in _unreachable:
-        return None
-    known = [_known_paths[wanted]] if wanted in _known_paths else []
-    for path in itertools.chain(known, _places_of(mapping)):
-        descriptor = _open_if(path, wanted)
-        if descriptor is not None:
-            _known_paths[wanted] = path
-            return descriptor
-    _unreachable.add(wanted)
-    logger.debug("shared memory %s is copied when read: its file cannot be opened a second time", wanted)
-    return None
+    if memory.file not in _known_paths:
+        _known_paths[memory.file] = next((path for path in _places_of(memory) if _file_at(path) == memory.file), None)
+    path = _known_paths[memory.file]
+    if path is None or _file_at(path) != memory.file:
+        raise OSError("its file cannot be opened a second time")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _open_if(path: str, wanted: tuple[int, int]) -> int | None:
+def _file_at(path: str) -> tuple[int, int] | None:
     try:
-        found = Path(path).stat()  # before opening: to open a pipe or a device could block
-        if (found.st_dev, found.st_ino) != wanted:
-            return None
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = Path(path).stat()
     except OSError:
         return None
+    return found.st_dev, found.st_ino
 
 
-def _places_of(mapping: _Mapping) -> Iterator[str]:
-    """Where the file may be opened: our own mapping of it (needs a capability), else the raylet, which made it.
-
-    A worker's parent is its raylet; a driver looks for processes of that name. Other users' cannot be opened.
-    """
-    yield f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"
-    for pid in (str(os.getppid()), *_raylets()):
+def _places_of(memory: _SharedMemory) -> Iterator[str]:
+    """Where the file may be opened: our own mapping of it (needs a capability), else the raylet, which made it."""
+    yield f"/proc/self/map_files/{memory.start:x}-{memory.end:x}"
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+            if (process / "comm").read_text() == "raylet\n":
+                yield from map(str, (process / "fd").iterdir())
         except OSError:
-            continue
-        yield from map(str, descriptors)
-
-
-def _raylets() -> Iterator[str]:
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "comm").read_text() == "raylet\n":
-                yield entry.name
-        except OSError:
-            continue
+            continue  # gone, or another user's

@@ -16,21 +16,20 @@ import numpy.typing as npt
 from rolepool.errors import DataError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.remote import Column, Producer, RemoteBatch, Reply, gather_rows
+from rolepool.protocol.remote import Producer, Reply, Rows, batches_of, gather_rows, pick_rows, value_of
 
-Order = npt.NDArray[np.int64]
+Keys = frozenset[str] | None
+"""Which keys to take; None: all."""
 
 
 class Pending(Protocol):
     """A call under way on the ranks of a group."""
 
+    number: int
+
     @property
     def what(self) -> str:
         """The call in words, for errors."""
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Of the call, or of all whose replies count as one's."""
 
     @property
     def refs(self) -> Sequence[Any]:
@@ -42,78 +41,69 @@ class Pending(Protocol):
     def spans(self, timeout_s: float | None) -> list[Span]:
         """Wait for all ranks; what each did."""
 
-    def is_done(self) -> bool:
+    def has_ended(self, within_s: float) -> bool:
         """Whether every rank has answered or failed."""
 
-    def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
+    def fetch(self, columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
         """The values of columns of its replies."""
 
 
 class CallFuture:
-    """The result of a call. `get()` waits for it. Given to another call, it is waited for there."""
+    """The result of a call (or of several, one after another). `get()` waits for it.
 
-    def __init__(self, pending: Pending, collect: Callable[[list[Any]], Any]) -> None:
-        self.pending = pending
+    Given to another call, it is waited for there.
+    """
+
+    def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Any]], Any]) -> None:
+        self.calls = tuple(calls)
         self.collect = collect
+
+    @property
+    def sources(self) -> Iterable[Pending]:
+        """The calls whose results are in it."""
+        return self.calls
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait for every rank and return the result. Raises WorkerError when a rank failed or died."""
-        return self.collect([value_of(reply, self.pending) for reply in self.pending.replies(timeout_s)])
+        return self.collect([value_of(reply, call.fetch) for call in self.calls for reply in call.replies(timeout_s)])
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
         """Wait, and say what every rank did from when to when."""
-        return self.pending.spans(timeout_s)
+        return [span for call in self.calls for span in call.spans(timeout_s)]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        return self.pending.is_done()
+        return all(call.has_ended(within_s=0) for call in self.calls)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.pending.what}>"
-
-
-def value_of(reply: Reply, pending: Pending) -> Any:
-    """A single rank's result with its data."""
-    if reply.batch is None:
-        return reply.value
-    return gather_rows([reply.batch], range(reply.batch.num_rows), None, pending.fetch)
+        return f"<{type(self).__name__} of {' and '.join(call.what for call in self.calls)}>"
 
 
 @dataclass(frozen=True, eq=False)
 class Stripe:
-    """Some keys of a batch, for all of its rows: in a call's result, or here. `order` picks and orders the rows."""
+    """Some keys of a batch, for all of its rows: in the results of calls, one after another, or here.
 
-    pending: Pending | None
-    local: DataProto | None
-    keys: frozenset[str] | None = None
-    order: Order | None = None
+    `order` picks and orders the rows.
+    """
 
-    @property
-    def is_whole_result(self) -> bool:
-        """Whether this is all that a call returned, as it returned it."""
-        return self.local is None and self.keys is None and self.order is None
+    source: tuple[Pending, ...] | DataProto
+    keys: Keys = None
+    order: Rows | None = None
 
     def num_rows(self) -> int:
         """Waits for the headers of a result where nothing else tells."""
         if self.order is not None:
             return len(self.order)
-        return len(self.local) if self.local is not None else sum(batch.num_rows for batch in self.batches(None))
+        if isinstance(self.source, DataProto):
+            return len(self.source)
+        return sum(batch.num_rows for batch in batches_of(_replies(self.source, None)))
 
-    def batches(self, timeout_s: float | None) -> list[RemoteBatch]:
-        assert self.pending is not None
-        replies = self.pending.replies(timeout_s)
-        strange = [reply for reply in replies if reply.batch is None]
-        if strange:
-            raise DataError(f"{strange[0].producer} returned {type(strange[0].value).__name__}, and a batch is needed")
-        return [reply.batch for reply in replies if reply.batch is not None]
-
-    def load(self, keys: frozenset[str] | None, timeout_s: float | None) -> DataProto:
+    def load(self, keys: Keys, timeout_s: float | None) -> DataProto:
         wanted = intersection(self.keys, keys)
-        if self.local is not None:
-            return rows_with_keys(self.local, self.order, wanted)
-        assert self.pending is not None
-        rows = range(self.num_rows()) if self.order is None else self.order
-        return gather_rows(self.batches(timeout_s), rows, wanted, self.pending.fetch)
+        if isinstance(self.source, DataProto):
+            return rows_with_keys(self.source, self.order, wanted)
+        batches = batches_of(_replies(self.source, timeout_s))
+        return gather_rows(batches, self.order, wanted, self.source[0].fetch)
 
 
 class DataProtoFuture(CallFuture):
@@ -123,18 +113,22 @@ class DataProtoFuture(CallFuture):
     of them changes the future it is called on.
     """
 
-    def __init__(self, pending: Pending, stripes: tuple[Stripe, ...] | None = None) -> None:
-        super().__init__(pending, collect_batches)
-        self.stripes = stripes or (Stripe(pending, None),)
+    def __init__(self, calls: Sequence[Pending], stripes: Iterable[Stripe] | None = None) -> None:
+        super().__init__(calls, collect_batches)
+        self._is_plain = stripes is None
+        self.stripes = (Stripe(self.calls),) if stripes is None else tuple(stripes)
+
+    @property
+    def sources(self) -> Iterable[Pending]:
+        return [call for stripe in self.stripes if isinstance(stripe.source, tuple) for call in stripe.source]
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait, fetch (these keys only) and return the batch.
 
         A method that returned lists gives them joined, one that returned anything else a list of its results.
         """
-        replies = self.pending.replies(timeout_s)
-        if self._is_plain() and any(reply.batch is None for reply in replies):
-            return self.collect([value_of(reply, self.pending) for reply in replies])
+        if self._is_plain and any(reply.batch is None for reply in _replies(self.calls, timeout_s)):
+            return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
         return join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes])
 
@@ -149,8 +143,7 @@ class DataProtoFuture(CallFuture):
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
         """With the keys of another batch of as many rows, which win where both have a key."""
-        more = other.stripes if isinstance(other, DataProtoFuture) else (Stripe(None, other),)
-        return self._with((*self.stripes, *more))
+        return self._with((*self.stripes, *stripes_of(other)))
 
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
@@ -169,46 +162,20 @@ class DataProtoFuture(CallFuture):
     @staticmethod
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
         """The rows of all, one after another. They must be results as calls returned them."""
-        if not futures or not all(future._is_plain() for future in futures):
+        if not futures or not all(future._is_plain for future in futures):
             raise DataError("only futures as calls returned them can be concatenated; get() the others first")
-        return DataProtoFuture(_Joined([future.pending for future in futures]))
-
-    def _is_plain(self) -> bool:
-        return len(self.stripes) == 1 and self.stripes[0].is_whole_result
+        return DataProtoFuture([call for future in futures for call in future.calls])
 
     def _with(self, stripes: Iterable[Stripe]) -> DataProtoFuture:
-        return DataProtoFuture(self.pending, tuple(stripes))
+        return DataProtoFuture(self.calls, stripes)
 
 
-class _Joined:
-    """Several calls whose replies count as one's."""
+def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:
+    return batch.stripes if isinstance(batch, DataProtoFuture) else (Stripe(batch),)
 
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self.parts = parts
 
-    @property
-    def what(self) -> str:
-        return " and ".join(part.what for part in self.parts)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(number for part in self.parts for number in part.numbers)
-
-    @property
-    def refs(self) -> list[Any]:
-        return [ref for part in self.parts for ref in part.refs]
-
-    def replies(self, timeout_s: float | None) -> list[Reply]:
-        return [reply for part in self.parts for reply in part.replies(timeout_s)]
-
-    def spans(self, timeout_s: float | None) -> list[Span]:
-        return [span for part in self.parts for span in part.spans(timeout_s)]
-
-    def is_done(self) -> bool:
-        return all(part.is_done() for part in self.parts)
-
-    def fetch(self, columns: Sequence[tuple[Column, Producer]]) -> list[Any]:
-        return self.parts[0].fetch(columns)
+def _replies(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]:
+    return [reply for call in calls for reply in call.replies(timeout_s)]
 
 
 def collect_first(results: list[Any]) -> Any:
@@ -232,39 +199,26 @@ def collect_batches(results: list[Any]) -> Any:
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
     """One batch of all the keys; a later part wins where two have a key. A part without keys has no rows to match."""
-    if len({len(part) for part in parts if _keys_of(part)}) > 1:
-        sizes = ", ".join(f"{sorted(_keys_of(part))}: {len(part)}" for part in parts)
+    if len({len(part) for part in parts if part.columns()}) > 1:
+        sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
-    joined = parts[0]
-    for part in parts[1:]:
-        kept = _keys_of(joined) - _keys_of(part)
-        joined = with_keys(joined, frozenset(kept))
-        joined.meta_info = {key: value for key, value in joined.meta_info.items() if key not in part.meta_info}
-        joined = joined.union(part)
-    return joined
+    columns, meta_info = {}, {}
+    for part in parts:
+        columns.update(part.columns())
+        meta_info.update(part.meta_info)
+    widest = max(parts, key=lambda part: (part.batch is not None, len(part.columns())))
+    return widest.like(columns, len(widest), meta_info)
 
 
-def intersection(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
-    """Keys that both allow; None allows all."""
+def intersection(one: Keys, other: Keys) -> Keys:
     if one is None or other is None:
         return other if one is None else one
     return one & other
 
 
-def with_keys(batch: DataProto, keys: frozenset[str] | None) -> DataProto:
-    """The batch with those of the keys that it has."""
-    if keys is None:
-        return batch
-    tensors = [] if batch.batch is None else [key for key in batch.batch.keys() if key in keys]  # noqa: SIM118
-    return batch.select(tensors, [key for key in batch.non_tensor_batch if key in keys])
-
-
-def rows_with_keys(batch: DataProto, rows: Order | None, keys: frozenset[str] | None) -> DataProto:
+def rows_with_keys(batch: DataProto, rows: Rows | None, keys: Keys) -> DataProto:
     """These rows (None: all) of those of the keys that it has."""
-    chosen = with_keys(batch, keys)
+    columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
+    chosen = batch.like(columns, len(batch))
     without_rows = len(chosen) < len(batch)  # none of its arrays is among the keys, so there is nothing to pick from
-    return chosen if rows is None or without_rows else chosen[rows]
-
-
-def _keys_of(batch: DataProto) -> set[str]:
-    return {*([] if batch.batch is None else batch.batch.keys()), *batch.non_tensor_batch}
+    return chosen if rows is None or without_rows else pick_rows(chosen, rows)

@@ -1,11 +1,12 @@
 """Results that stay where they were made: a small header for the driver, objects of keys for whoever reads them.
 
-Owns the form of a reply and putting rows of it together. How objects are stored and fetched is handed in.
+Owns the form of a reply, which rows of a batch a rank gets, and putting rows together. How objects are stored and
+fetched is handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,16 +15,46 @@ import numpy.typing as npt
 
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
-from rolepool.protocol.columns import merge_meta_info, new_batch
+from rolepool.protocol.columns import merge_meta_info
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded, encode
-from rolepool.protocol.rows import pieces
 
-Rows = range | npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
-"""A batch up to this size travels in its header."""
-ALONE_BYTES = 64 * 1024
-"""A key over this size is an object of its own, so that who does not read it does not fetch it; tiny ones share."""
+"""The smallest keys of a batch travel in its header, up to this size together; the others are an object each."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part `index` of `parts` of a batch of `total` rows: contiguous `rows`, and `padding` after them.
+
+    Parts are of one size, padding included. Driver and workers both compute it, so nobody has to be told.
+    """
+
+    total: int
+    parts: int
+    index: int
+
+    @property
+    def size(self) -> int:
+        return -(-self.total // self.parts)
+
+    @property
+    def rows(self) -> range:
+        return range(self.total)[self.index * self.size :][: self.size]
+
+    @property
+    def num_real(self) -> int:
+        return len(self.rows)
+
+    @property
+    def padding(self) -> int:
+        return self.size - self.num_real
+
+    @property
+    def fetched(self) -> Rows:
+        """The rows to have at hand: the real ones, or the first of the batch where all are padding."""
+        return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
 
 
 class Producer(NamedTuple):
@@ -45,26 +76,12 @@ class Producer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One key of one rank's result: the object it is in, or the value itself where the whole batch is small.
-
-    An object holds a dict of keys to values.
-    """
-
-    name: str
-    num_bytes: int
-    is_tensor: bool
-    ref: Any = None
-    inline: Encoded | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RemoteBatch:
-    """One rank's resulting batch without its data."""
+    """One rank's resulting batch without its data. A column is encoded, or a reference to where it is so."""
 
     num_rows: int
     batch_size: tuple[int, ...] | None
-    columns: dict[str, Column]
+    columns: dict[str, Any]
     meta_info: Encoded
     producer: Producer
 
@@ -79,94 +96,69 @@ class Reply:
     batch: RemoteBatch | None = None
 
 
-Fetch = Callable[[Sequence[tuple[Column, Producer]]], list[Any]]
+Fetch = Callable[[Sequence[tuple[Any, Producer]]], list[Any]]
 """The values of columns, all fetched side by side."""
 
 
 def leave_here(batch: DataProto, producer: Producer, store: Callable[[list[Encoded]], Iterable[Any]]) -> RemoteBatch:
     """The header of a batch whose keys are stored where it was made. `store` takes all objects at once."""
-    tensors = {} if batch.batch is None else dict(batch.batch.items())
-    values = {**tensors, **batch.non_tensor_batch}
-    encoded = {key: encode(value) for key, value in values.items()}
-    sizes = {key: sum(buffer.nbytes for buffer in value.buffers) for key, value in encoded.items()}
-    refs: dict[str, Any] = {}
-    if sum(sizes.values()) > INLINE_BYTES:
-        objects = objects_of(sizes)
-        stored = store([encode({key: values[key] for key in keys}) for keys in objects])
-        for keys, ref in zip(objects, stored, strict=True):
-            refs.update(dict.fromkeys(keys, ref))
-    columns = {
-        key: Column(key, sizes[key], key in tensors, refs.get(key), None if refs else encoded[key]) for key in values
-    }
-    return RemoteBatch(
-        num_rows=len(batch),
-        batch_size=None if batch.batch is None else tuple(batch.batch.batch_size),
-        columns=columns,
-        meta_info=encode(batch.meta_info),
-        producer=producer,
-    )
+    columns: dict[str, Any] = {key: encode(column) for key, column in batch.columns().items()}
+    by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
+    ends = np.cumsum([columns[key].num_bytes for key in by_size])
+    large = [key for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES]
+    if large:
+        columns.update(zip(large, store([columns[key] for key in large]), strict=True))
+    batch_size = None if batch.batch is None else tuple(batch.batch.batch_size)
+    return RemoteBatch(len(batch), batch_size, columns, encode(batch.meta_info), producer)
 
 
-def objects_of(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which keys are stored together: each alone, but for tiny ones."""
-    tiny = [key for key, size in sizes.items() if size <= ALONE_BYTES]
-    return [*([key] for key, size in sizes.items() if size > ALONE_BYTES), *([tiny] if tiny else [])]
+def batches_of(replies: Iterable[Reply]) -> list[RemoteBatch]:
+    """The headers of replies that must be batches."""
+    batches = []
+    for reply in replies:
+        if reply.batch is None:
+            raise DataError(f"{reply.producer} returned {type(reply.value).__name__}, and a batch is needed")
+        batches.append(reply.batch)
+    return batches
 
 
-def gather_rows(batches: Sequence[RemoteBatch], rows: Rows, keys: Iterable[str] | None, fetch: Fetch) -> DataProto:
-    """Rows of a batch that lies in stretches, one per rank, counted over all of them. Fetches what holds them only."""
-    lengths = [batch.num_rows for batch in batches]
-    located = _locate(rows, lengths)
-    stretches = [batches[stretch] for stretch, _ in located] or [batches[0]]
-    wanted = None if keys is None else set(keys)
-    names = [key for key in stretches[0].columns if wanted is None or key in wanted]
+def value_of(reply: Reply, fetch: Fetch) -> Any:
+    """A single rank's result with its data."""
+    return reply.value if reply.batch is None else gather_rows([reply.batch], None, None, fetch)
+
+
+def gather_rows(
+    batches: Sequence[RemoteBatch], rows: Rows | None, keys: Collection[str] | None, fetch: Fetch
+) -> DataProto:
+    """Rows (None: all) of a batch that lies in stretches, one per rank. Fetches only what holds them."""
+    ends = np.cumsum([batch.num_rows for batch in batches])
+    rows = np.arange(ends[-1]) if rows is None else rows
+    if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
+        raise DataError(f"rows {rows.min()} to {rows.max()} were asked for, and the batch has {ends[-1]}")
+    owner = np.searchsorted(ends, rows, side="right")
+    owners = np.unique(owner) if len(rows) else [0]
+    stretches = [batches[i] for i in owners]
+    first = stretches[0]
     for batch in stretches:
-        if set(batch.columns) != set(stretches[0].columns):
+        if batch.columns.keys() != first.columns.keys():
             raise DataError(
-                f"{stretches[0].producer} returned the keys {sorted(stretches[0].columns)}, "
-                f"{batch.producer} {sorted(batch.columns)}"
+                f"{first.producer} returned the keys {sorted(first.columns)}, {batch.producer} {sorted(batch.columns)}"
             )
+    names = [key for key in first.columns if keys is None or key in keys]
     values = iter(fetch([(batch.columns[name], batch.producer) for batch in stretches for name in names]))
-    parts = [_batch_of(batch, {name: next(values) for name in names}) for batch in stretches]
-    if located:
-        parts = [
-            part if _is_whole(inside, len(part)) else part[inside]
-            for part, (_, inside) in zip(parts, located, strict=True)
-        ]
-    else:
-        parts = [part[:0] for part in parts]
+    parts = []
+    for i, batch in zip(owners, stretches, strict=True):
+        part = DataProto.from_columns({name: next(values) for name in names}, batch.batch_size, {})
+        inside = rows[owner == i] - (ends[i] - batch.num_rows)
+        parts.append(pick_rows(part, inside) if len(part) == batch.num_rows else part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
     joined.meta_info = merge_meta_info([batch.meta_info.decode() for batch in batches])
-    return joined if isinstance(rows, range) else joined[_undo_grouping(rows, lengths)]
+    is_in_order = (np.diff(owner) >= 0).all()
+    return joined if is_in_order else joined[np.argsort(np.argsort(owner, kind="stable"))]
 
 
-def _locate(rows: Rows, lengths: list[int]) -> list[tuple[int, slice | npt.NDArray[np.int64]]]:
-    """For each stretch that holds any of the rows, which of its own rows those are."""
-    if isinstance(rows, range):
-        return [(stretch, slice(first, last)) for stretch, first, last in pieces(rows, lengths)]
-    if len(rows) and not 0 <= rows.min() <= rows.max() < sum(lengths):
-        raise DataError(f"rows {rows.min()} to {rows.max()} were asked for, and the batch has {sum(lengths)}")
-    ends = np.cumsum(lengths)
-    owner = np.searchsorted(ends, rows, side="right")
-    starts = ends - np.asarray(lengths)
-    return [(int(stretch), rows[owner == stretch] - starts[stretch]) for stretch in np.unique(owner)]
-
-
-def _undo_grouping(rows: npt.NDArray[np.int64], lengths: list[int]) -> npt.NDArray[np.int64]:
-    """Rows were gathered stretch by stretch; this index brings them into the order that was asked for."""
-    owner = np.searchsorted(np.cumsum(lengths), rows, side="right")
-    grouped = np.argsort(owner, kind="stable")
-    order = np.empty_like(grouped)
-    order[grouped] = np.arange(len(rows))
-    return order
-
-
-def _is_whole(inside: slice | npt.NDArray[np.int64], length: int) -> bool:
-    return isinstance(inside, slice) and (inside.start, inside.stop) == (0, length)
-
-
-def _batch_of(header: RemoteBatch, values: Mapping[str, Any]) -> DataProto:
-    tensors = {key: value for key, value in values.items() if header.columns[key].is_tensor}
-    arrays = {key: value for key, value in values.items() if not header.columns[key].is_tensor}
-    batch = None if header.batch_size is None else new_batch(tensors, header.batch_size)
-    return DataProto(batch, arrays, {})
+def pick_rows(batch: DataProto, rows: Rows) -> DataProto:
+    """The rows with these numbers, without a copy where they are next to each other."""
+    is_stretch = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_stretch else batch[rows]
+    return picked

@@ -1,17 +1,22 @@
-"""The base class of roles: what a role knows of the process it lives in.
+"""What the author of a role writes: a `Worker`, whose registered methods can be called on its group.
 
-Owns `Worker` and the context it is made in. Does not know how calls arrive.
+Owns what a role knows of the process it lives in, how a method's arguments are handed to the ranks and how their
+results come back. What carries that out is in `rolepool.cluster`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from rolepool.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,6 @@ class WorkerContext:
         return self.rank % self.tp_size
 
     @property
-    def is_collected(self) -> bool:
-        """Whether this rank answers for its data-parallel group."""
-        return self.tp_rank == 0
-
-    @property
     def init_seed(self) -> int:
         """Seed while the role is made: the same on every rank and in every pool, so that weights are too."""
         return derive_seed(self.run_seed, self.role)
@@ -62,11 +62,8 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-_OUTSIDE = WorkerContext()
-"""Of a worker that no process of a pool made."""
-
 _context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(
-    "worker_context", default=(_OUTSIDE, MappingProxyType({}))
+    "worker_context", default=(WorkerContext(), MappingProxyType({}))
 )
 
 
@@ -114,3 +111,92 @@ class Worker:
     @property
     def device(self) -> str:
         return self.context.device
+
+
+# Calls
+
+
+class Dispatch(Enum):
+    """Who gets what, and what comes back."""
+
+    RANK_ZERO = "rank_zero"
+    """Rank 0 alone runs, with the arguments as they are; its result comes back."""
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same arguments; a list of results, one per rank."""
+    ALL_TO_ALL = "all_to_all"
+    """Every argument is a list with one entry per rank; a list of results, one per rank."""
+    DP_COMPUTE = "dp_compute"
+    """Every argument is a list with one entry per data-parallel group; a list of results, one per group."""
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    """Batches are cut into one part per data-parallel group; the resulting batches (or lists) are put together."""
+    DP_COMPUTE_METRIC = "dp_compute_metric"
+    """Batches are cut as above; a list of results, one per group."""
+
+
+class Execute(Enum):
+    """Which ranks run a method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+CollectFn = Callable[[Any, list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What `register` says of a method."""
+
+    dispatch: Dispatch
+    execute: Execute
+    blocking: bool
+    reads: frozenset[str] | None
+    dispatch_fn: DispatchFn | None = None
+    collect_fn: CollectFn | None = None
+
+
+MARK = "__rolepool_method__"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def register(
+    dispatch_mode: Dispatch | dict[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    reads: Iterable[str] | None = None,
+) -> Callable[[Method], Method]:
+    """Make a worker's method callable on its group.
+
+    `dispatch_mode` is a `Dispatch`, or `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns
+    args and kwargs in which every value is a list with one entry per rank; `g(group, results)` makes the result of
+    the list of the ranks' results. `blocking` is the default of a call's own `blocking=`: wait, or return a future.
+    `reads` names the keys of batches that the method reads; others are not sent. None: all.
+    """
+    custom: dict[str, Any] = {}
+    if isinstance(dispatch_mode, dict):
+        if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
+            raise DataError(f"dispatch_mode has {sorted(dispatch_mode)}; it must have dispatch_fn and collect_fn")
+        custom, dispatch_mode = dispatch_mode, Dispatch.ALL_TO_ALL
+    if not isinstance(dispatch_mode, Dispatch):
+        raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be a Dispatch, or a dict of two functions")
+    if not isinstance(execute_mode, Execute):
+        raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
+    keys = None if reads is None else frozenset(reads)
+    spec = MethodSpec(dispatch_mode, execute_mode, blocking, keys, **custom)
+
+    def mark(method: Method) -> Method:
+        if "blocking" in inspect.signature(method).parameters:
+            raise DataError(
+                f"{method.__name__} has a parameter named blocking, which every call takes already; rename it"
+            )
+        setattr(method, MARK, spec)
+        return method
+
+    return mark
+
+
+def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
+    """The methods of a class that its group can call."""
+    members = ((name, inspect.getattr_static(worker_class, name)) for name in dir(worker_class))
+    return {name: getattr(member, MARK) for name, member in members if hasattr(member, MARK)}

@@ -69,7 +69,7 @@ class Estimator:
         if baselines is not None:
             tensors["baselines"] = baselines.get().batch["token_level_scores"].sum(dim=1)
         given = (rollouts, scores, old, values, ref, baselines)
-        after = tuple(number for future in given if future is not None for number in future.pending.numbers)
+        after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             lengths = rows["attention_mask"].sum(dim=1).tolist()
             metrics = self._estimate(prompts, tensors, rows["response_mask"])
