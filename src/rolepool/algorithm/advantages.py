@@ -163,17 +163,22 @@ def compute_advantage(
 
 
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t and R_t as in `compute_gae_advantage_return`, A_t not whitened."""
+    """A_t and R_t as in `compute_gae_advantage_return`, A_t not whitened.
+
+    Kept tokens of a row are moved together, so that the next one is the next, and what follows the last is 0. Time is
+    the first axis then, and each step of it one addition.
+    """
     rewards, values = keep_masked(rewards, mask), keep_masked(values, mask)
-    advantages = torch.zeros_like(rewards + values)
-    next_value = next_advantage = advantages.new_zeros(len(advantages))
-    for t in reversed(range(advantages.shape[-1])):
-        kept = mask[:, t].bool()
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(kept, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(kept, values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    return advantages, keep_masked(advantages + values, mask)
+    order = mask.bool().logical_not().sort(dim=-1, stable=True).indices
+    rewards_tr, values_tr = rewards.gather(-1, order).T, values.gather(-1, order).T
+    deltas_tr = rewards_tr - values_tr
+    deltas_tr[:-1] += gamma * values_tr[1:]
+    advantages_tr = deltas_tr.contiguous()
+    steps = advantages_tr.unbind()
+    for now, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
+        now.add_(following, alpha=gamma * lam)
+    advantages = torch.zeros_like(advantages_tr.T).scatter(-1, order, advantages_tr.T)
+    return keep_masked(advantages, mask), keep_masked(advantages + values, mask)
 
 
 def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
