@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine_contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
-from rolepool.rollout.contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout.sampling import choose, filter_logits, seed_streams
 
 pytestmark = pytest.mark.gpu

@@ -22,9 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from engine_contract import check_weight_updates, largest_difference
 from rolepool.errors import DataError, RolepoolError
 from rolepool.rollout import Engine, NativeEngine, Progress, Request, Sampling, sample_seed
-from rolepool.rollout.contract import check_weight_updates, largest_difference
 
 VOCAB = 97
 SIZES: dict[str, Any] = {

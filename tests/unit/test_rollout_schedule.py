@@ -10,8 +10,8 @@ import torch
 from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
 from torch import Tensor
 
+from engine_contract import check_weight_updates
 from rolepool.rollout import Completion, Request, sample_seed
-from rolepool.rollout.contract import check_weight_updates
 from rolepool.rollout.decoder import Decoder, lay_side_by_side
 from rolepool.rollout.gpu import bucket_of
 from rolepool.rollout.kv_cache import CacheShape, SlotCache

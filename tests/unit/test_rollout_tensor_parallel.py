@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine_contract import check_weight_updates
 from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
-from rolepool.rollout.contract import check_weight_updates
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel, refuse_uneven
 
 SIZES: dict[str, Any] = {

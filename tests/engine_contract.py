@@ -1,6 +1,6 @@
 """What every engine must do when its weights change, as a check that takes an engine.
 
-Used by the tests of each engine. Does not know any of them.
+Does not know any of them.
 """
 
 from __future__ import annotations
