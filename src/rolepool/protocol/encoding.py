@@ -25,7 +25,7 @@ import mmap
 import os
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +158,7 @@ def make_private(buffers: Sequence[Buffer]) -> list[Buffer]:
     by_memory: dict[_SharedMemory, dict[int, Buffer]] = {}
     for i, buffer in enumerate(buffers):
         may_be_shared = buffer.nbytes >= MIN_MAPPED_BYTES and not buffer.flags.writeable
-        memory = _memory_at(_address(buffer), buffer.nbytes) if may_be_shared else None
+        memory = _memory_at(_address(buffer), buffer.nbytes, by_memory) if may_be_shared else None
         if memory is None:
             private[i] = buffer.copy()
         else:
@@ -218,11 +218,12 @@ def _address(buffer: Buffer) -> int:
     return int(buffer.__array_interface__["data"][0])
 
 
-def _memory_at(address: int, num_bytes: int) -> _SharedMemory | None:
+def _memory_at(address: int, num_bytes: int, known: Iterable[_SharedMemory]) -> _SharedMemory | None:
     """The shared file mapping that holds these bytes, if there is one."""
-    for mapping in list(_living):  # they pin objects, so while one lives its addresses mean the same file
-        if mapping.memory.start <= address and address + num_bytes <= mapping.memory.end:
-            return mapping.memory
+    # Private mappings pin objects, so while one lives its addresses mean the same file.
+    for memory in (*known, *(mapping.memory for mapping in list(_living))):
+        if memory.start <= address and address + num_bytes <= memory.end:
+            return memory
     try:
         lines = Path("/proc/self/maps").read_bytes().splitlines()
     except OSError:
