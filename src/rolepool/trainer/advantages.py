@@ -119,7 +119,7 @@ class Estimator:
         if "values" in tensors:
             columns["critic/values"] = tensors["values"][kept]
             metrics["critic/vf_explained_var"] = float(
-                compute_explained_variance(tensors["values"], tensors["returns"], mask)
+                compute_explained_variance(tensors["returns"], tensors["values"], mask)
             )
         response = mask.sum(dim=1).float()
         prompt = attention_mask.sum(dim=1).float() - response
