@@ -18,7 +18,7 @@ from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.parts import part
 from rolepool.roles.actor import Actor
-from rolepool.roles.less_memory import remedies
+from rolepool.roles.model_role import remedies
 from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
 from rolepool.rollout.kv_cache import room_on_gpu
