@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rolepool import __version__
@@ -91,10 +92,11 @@ def plan(arguments: list[str]) -> int:
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
     # An inventory alone is divided whole; with the user's own node and GPU counts it is what those are taken from.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
-    made = build_plan(loaded.config, inventory, take_all=take_all)
+    replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
+    made = replan(loaded.config)
     problems = find_problems(loaded.config, made)
     estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
-    advice = advise(loaded.config, made, estimate, gpu_memory, inventory, take_all=take_all)
+    advice = advise(loaded.config, made, estimate, gpu_memory, replan)
     if options.json:
         from rolepool.placement.export import plan_as_json
 
