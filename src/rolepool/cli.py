@@ -80,6 +80,7 @@ def plan(arguments: list[str]) -> int:
     from rolepool.placement.inventory import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.placement.memory import estimate_memory
     from rolepool.placement.plan import build_plan
+    from rolepool.placement.render import plan_as_json, plan_as_text
 
     loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
@@ -98,12 +99,8 @@ def plan(arguments: list[str]) -> int:
     estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
     advice = advise(loaded.config, made, estimate, gpu_memory, replan)
     if options.json:
-        from rolepool.placement.export import plan_as_json
-
         print(plan_as_json(made, estimate, problems, advice))
     else:
-        from rolepool.placement.render import plan_as_text
-
         print(plan_as_text(made, estimate, advice))
     print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())

@@ -48,7 +48,6 @@ class PoolMemory:
     """What the pool's process takes at its worst moment."""
 
     roles: dict[Role, RoleMemory]
-    overhead: int
     peak: int
     peak_role: Role
     limit: int | None
@@ -93,7 +92,7 @@ def combine(roles: Mapping[Role, RoleMemory], limit: int | None) -> PoolMemory:
     idle = sum(memory.idle for memory in roles.values())
     peaks = {role: memory.working + idle - memory.idle for role, memory in roles.items()}
     worst = max(peaks, key=lambda role: peaks[role])
-    return PoolMemory(dict(roles), PROCESS_OVERHEAD_BYTES, peaks[worst] + PROCESS_OVERHEAD_BYTES, worst, limit)
+    return PoolMemory(dict(roles), peaks[worst] + PROCESS_OVERHEAD_BYTES, worst, limit)
 
 
 @dataclass(frozen=True)
