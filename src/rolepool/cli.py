@@ -125,7 +125,7 @@ def config(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
-    from rolepool.trainer.command import train
+    from rolepool.trainer.main_ppo import train
 
     return train(arguments, "rolepool train")
 
@@ -141,7 +141,7 @@ def export(arguments: list[str]) -> int:
     if options is None:
         return EXIT_FINE
 
-    from rolepool.trainer.export import export_run
+    from rolepool.trainer.checkpoint import export_run
 
     saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")

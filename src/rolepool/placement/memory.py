@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rolepool.config import Config
-from rolepool.config.model_keys import Actor, Critic, Fsdp
+from rolepool.config.model_keys import Fsdp
 from rolepool.placement.checks import data_parallel_size
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
@@ -76,7 +76,7 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
     }
     for role, name in plan.roles.items():
         try:
-            memory[role] = MEMORY_OF[role](config, plan, limits[name])
+            memory[role] = _memory_of(role, config, plan, limits[name])
         except ShapeUnknown as reason:
             unknown[role] = str(reason)
     pools = {
@@ -256,6 +256,33 @@ def kept_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, c
 # From the config to the numbers that the formulas take
 
 
+def _memory_of(role: Role, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
+    """Of a role in a pool that has `limit` bytes of each GPU. Raises ShapeUnknown."""
+    if role is Role.Rollout:
+        return _rollout(config, plan, limit)
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    critic, reward = config.critic, config.reward_model
+    by_tokens, max_tokens, micro_batch_size = {
+        Role.Actor: (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
+        Role.RefPolicy: (
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+            ref.log_prob_micro_batch_size_per_gpu,
+        ),
+        Role.Critic: (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
+        Role.RewardModel: (reward.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, reward.micro_batch_size_per_gpu),
+    }[role]
+    mini_batch_size = {Role.Actor: actor.ppo_mini_batch_size, Role.Critic: critic.ppo_mini_batch_size}.get(role)
+    length = (reward.max_length if role is Role.RewardModel else None) or _sequence_tokens(config)
+    # A null micro-batch size is chosen to fit; one sequence is the least it can be.
+    in_pass = max_tokens if by_tokens else (micro_batch_size or 1) * length
+    in_all = length * _rows(config, plan, role, mini_batch_size or config.data.train_batch_size)
+    held = held_model(config, role, plan.pool_of(role).world_size)
+    if mini_batch_size is None:
+        return held.scoring(min(in_all, in_pass))
+    return held.training(min(in_all, in_pass), accumulates=in_pass < in_all)
+
+
 def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
     """The model of a role that makes passes, in a pool of so many processes. Raises ShapeUnknown."""
     models, critic = config.actor_rollout_ref, config.critic.model
@@ -280,44 +307,9 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
     )
 
 
-def _actor(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    return _updating(config, plan, Role.Actor, config.actor_rollout_ref.actor)
-
-
-def _critic(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    return _updating(config, plan, Role.Critic, config.critic)
-
-
-def _updating(config: Config, plan: Plan, role: Role, keys: Actor | Critic) -> RoleMemory:
-    world_size = plan.pool_of(role).world_size
-    rows = -(-keys.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // world_size)
-    in_mini_batch = rows * _sequence_tokens(config)
-    limits = (keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
-    tokens = min(in_mini_batch, _most_tokens(_sequence_tokens(config), *limits))
-    return held_model(config, role, world_size).training(tokens, accumulates=tokens < in_mini_batch)
-
-
-def _reference(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys, sequence = config.actor_rollout_ref.ref, _sequence_tokens(config)
-    limits = (
-        keys.log_prob_use_dynamic_bsz,
-        keys.log_prob_max_token_len_per_gpu,
-        keys.log_prob_micro_batch_size_per_gpu,
-    )
-    tokens = min(_rows(config, plan, Role.RefPolicy) * sequence, _most_tokens(sequence, *limits))
-    return held_model(config, Role.RefPolicy, plan.pool_of(Role.RefPolicy).world_size).scoring(tokens)
-
-
-def _reward_model(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys, sequence = config.reward_model, config.reward_model.max_length or _sequence_tokens(config)
-    limits = (keys.use_dynamic_bsz, config.critic.ppo_max_token_len_per_gpu, keys.micro_batch_size_per_gpu)
-    tokens = min(_rows(config, plan, Role.RewardModel) * sequence, _most_tokens(sequence, *limits))
-    return held_model(config, Role.RewardModel, plan.pool_of(Role.RewardModel).world_size).scoring(tokens)
-
-
 def _rollout(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     keys, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    rows = min(_rows(config, plan, Role.Rollout), keys.max_num_seqs)
+    rows = min(_rows(config, plan, Role.Rollout, config.data.train_batch_size), keys.max_num_seqs)
     return rollout_role(
         read_shape(model.path, model.override_config),
         tensor_parallel=keys.tensor_model_parallel_size,
@@ -329,25 +321,10 @@ def _rollout(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
     )
 
 
-MEMORY_OF = {
-    Role.Actor: _actor,
-    Role.Rollout: _rollout,
-    Role.RefPolicy: _reference,
-    Role.Critic: _critic,
-    Role.RewardModel: _reward_model,
-}
-
-
 def _sequence_tokens(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _rows(config: Config, plan: Plan, role: Role) -> int:
-    """Sequences of a batch on one GPU, or of a group of tensor-parallel ones."""
-    num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    return -(-num_rows // data_parallel_size(config, plan, role))
-
-
-def _most_tokens(sequence_tokens: int, dynamic: bool, token_limit: int, micro_batch_size: int | None) -> int:
-    """Of one pass. A null micro-batch size is chosen to fit; one sequence is the least it can be."""
-    return token_limit if dynamic else (micro_batch_size or 1) * sequence_tokens
+def _rows(config: Config, plan: Plan, role: Role, num_prompts: int) -> int:
+    """Sequences on one GPU, or on a group of tensor-parallel ones."""
+    return -(-num_prompts * config.actor_rollout_ref.rollout.n // data_parallel_size(config, plan, role))

@@ -16,7 +16,7 @@ import torch
 
 from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts
+from rolepool.data import PromptLoader, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
 from rolepool.metrics.analysis import Recorded
@@ -70,8 +70,11 @@ class Trainer:
             raise PlacementError(problems)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
-        self.loader = self._make_loader(train_prompts(self.config, self.tokenizer))
-        self.val_prompts = val_prompts(self.config, self.tokenizer) if self.config.data.val_files else None
+        data = self.config.data
+        seed = self.config.trainer.seed if data.seed is None else data.seed
+        prompts = train_prompts(self.config, self.tokenizer)
+        self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
+        self.val_prompts = val_prompts(self.config, self.tokenizer) if data.val_files else None
         self.num_steps = self.config.trainer.total_training_steps or (
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
@@ -82,11 +85,6 @@ class Trainer:
         self.loggers = Loggers(self.config)
         self.start_step = 0
         self._before: list[Recorded] = []
-
-    def _make_loader(self, prompts: PromptSet) -> PromptLoader:
-        data = self.config.data
-        seed = self.config.trainer.seed if data.seed is None else data.seed
-        return PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
 
     def run(self) -> None:
         """Train to the last step, from the checkpoint to resume from, if there is one."""
@@ -194,8 +192,7 @@ class Trainer:
         self.folder.add_spans(recorded)
         samples = self.monitors.take()
         self.folder.add_monitor(samples)
-        metrics.update(pool_utilization(samples))
-        self._write(step.number, metrics)
+        self._write(step.number, {**metrics, **pool_utilization(samples)})
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)
