@@ -8,12 +8,11 @@ from torch import Tensor
 from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_policy_loss_vanilla
 from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
-from rolepool.models.loading import load_policy
 from rolepool.models.packing import Batch
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, offloads
+from rolepool.roles.model_role import INPUTS, load_policy_of, offloads
 from rolepool.roles.trained import TrainedRole
 
 
@@ -25,13 +24,7 @@ class Actor(TrainedRole):
         self.temperature = models.rollout.temperature
         key = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
         self.add_passes("compute_log_prob", (key, models.rollout.log_prob_micro_batch_size_per_gpu), self.tokens)
-        model = load_policy(
-            models.model.path,
-            dtype=dtype,
-            trust_remote_code=models.model.trust_remote_code,
-            overrides=dict(models.model.override_config),
-            packed=self.packed,
-        )
+        model = load_policy_of(config, dtype, packed=self.packed)
         self.train(model, models.actor.fsdp_config, num_training_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)

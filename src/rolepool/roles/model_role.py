@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_keys import Fsdp, RefFsdp
+from rolepool.models.loading import load_policy
 from rolepool.models.packing import Batch, rows_on
 from rolepool.placement import Role
 from rolepool.placement.advice import roomier_divisions
@@ -63,6 +64,15 @@ class ModelRole(Worker):
     def less_memory(self, method: str) -> list[str]:
         own = self.passes[method].smaller() if method in self.passes else []
         return remedies(self, self.config, own)
+
+
+def load_policy_of(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
+    """The policy that actor, reference and rollout start from."""
+    keys = config.actor_rollout_ref.model
+    overrides = dict(keys.override_config)
+    return load_policy(
+        keys.path, dtype=dtype, trust_remote_code=keys.trust_remote_code, overrides=overrides, packed=packed
+    )
 
 
 def remedies(worker: Worker, config: Config, own: Iterable[str]) -> list[str]:

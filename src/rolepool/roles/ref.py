@@ -7,10 +7,9 @@ import torch
 from rolepool.config import Config
 from rolepool.models.forward import response_log_probs
 from rolepool.models.frozen import FrozenModel
-from rolepool.models.loading import load_policy
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, ModelRole, offloads
+from rolepool.roles.model_role import INPUTS, ModelRole, load_policy_of, offloads
 
 
 class Reference(ModelRole):
@@ -23,15 +22,8 @@ class Reference(ModelRole):
             (f"{section}.log_prob_micro_batch_size_per_gpu", self.keys.log_prob_micro_batch_size_per_gpu),
             (f"{section}.log_prob_max_token_len_per_gpu", max_tokens if self.keys.log_prob_use_dynamic_bsz else None),
         )
-        model_keys = config.actor_rollout_ref.model
-        self.packed = model_keys.use_remove_padding
-        model = load_policy(
-            model_keys.path,
-            dtype=dtype if self.device == "cpu" else torch.bfloat16,
-            trust_remote_code=model_keys.trust_remote_code,
-            overrides=dict(model_keys.override_config),
-            packed=self.packed,
-        )
+        self.packed = config.actor_rollout_ref.model.use_remove_padding
+        model = load_policy_of(config, dtype if self.device == "cpu" else torch.bfloat16, packed=self.packed)
         self.frozen = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)

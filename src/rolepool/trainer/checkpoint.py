@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers.utils.hub import cached_file
 
-from rolepool.cluster import RoleProxy
 from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import RunFolder
@@ -68,7 +67,7 @@ class Checkpoints:
         probe = self._folder.path.absolute() / ".shared-folder-probe"
         probe.touch()
         try:
-            for name, role in self._saved_roles(roles).items():
+            for name, role in roles.trained.items():
                 blind = [rank for rank, sees in enumerate(role.sees(str(probe)).get()) if not sees]
                 if blind:
                     raise ConfigError(
@@ -82,8 +81,7 @@ class Checkpoints:
         """Write a whole checkpoint, then let go of those no longer kept."""
         final = checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = temporary_folder(final)
-        saving = [role.save_checkpoint(str(temporary / name)) for name, role in self._saved_roles(roles).items()]
-        for call in saving:
+        for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
         publish(temporary, final)
@@ -94,14 +92,8 @@ class Checkpoints:
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Have all roles go on from a checkpoint."""
-        loading = [
-            role.load_checkpoint(str(folder.absolute() / name)) for name, role in self._saved_roles(roles).items()
-        ]
-        for call in loading:
+        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
             call.get()
-
-    def _saved_roles(self, roles: Roles) -> dict[str, RoleProxy]:
-        return {"actor": roles.actor, **({"critic": roles.critic} if roles.critic is not None else {})}
 
 
 def read_position(folder: Path) -> Position:

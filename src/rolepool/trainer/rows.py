@@ -11,12 +11,10 @@ from rolepool.placement import Plan
 from rolepool.trainer.step import StepCalls
 
 
-def record(number: int, step: StepCalls) -> list[Recorded]:
+def record(step: StepCalls) -> list[Recorded]:
     """What was done for a step. Waits for every call of it."""
-    spans = [
-        Recorded(number, name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()
-    ]
-    return [*spans, Recorded(number, "adv", step.estimated.span)]
+    spans = [(name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()]
+    return [Recorded(step.number, name, span) for name, span in [*spans, ("adv", step.estimated.span)]]
 
 
 def step_row(
@@ -26,7 +24,7 @@ def step_row(
 
     `around` are the spans before and after it, which explain what its first and last calls waited for.
     """
-    metrics = {**_update_metrics(step), **step.estimated.metrics}
+    metrics = {"training/global_step": float(step.number), **_update_metrics(step), **step.estimated.metrics}
     calls: dict[str, dict[int, list[Span]]] = {}
     for _, operation, span in recorded:
         calls.setdefault(operation, {}).setdefault(span.call, []).append(span)

@@ -26,6 +26,7 @@ from rolepool.trainer.build import Roles
 class StepCalls:
     """A step's calls by the name of their timing, and what was estimated in between."""
 
+    number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
 
@@ -62,7 +63,8 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
         "update_actor": actor_updates,
         "update_weights": synced,
     }
-    return StepCalls({name: [call for call in made if call is not None] for name, made in calls.items()}, estimated)
+    made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
+    return StepCalls(number, made, estimated)
 
 
 def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
