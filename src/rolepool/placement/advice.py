@@ -7,7 +7,7 @@ guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rolepool.config import Config
@@ -72,6 +72,8 @@ class _Trial:
     estimate: MemoryEstimate
     gpu_memory_bytes: int | None
     replan: Callable[[Config], Plan]
+    plans: dict[str, Plan | None] = field(default_factory=dict)
+    """By placement: nothing else that is changed here moves a role, and a plan of many nodes takes its time."""
 
     def helpful(self, base: Changes, before: int) -> list[tuple[Advice, Changes]]:
         """Those of the candidates that help on top of `base`, best first."""
@@ -99,7 +101,10 @@ class _Trial:
     def _excess_with(self, changes: Changes) -> int | None:
         """The excess that would be left; None where the changed config is not a plan whose memory can be told."""
         config = _changed(self.config, changes)
-        plan = self.plan if config.placement == self.config.placement else _plan_of(config, self.replan)
+        placement = config.placement.model_dump_json()
+        if placement not in self.plans:
+            self.plans[placement] = _plan_of(config, self.replan)
+        plan = self.plans[placement]
         if plan is None or any(contradictions(config)):
             return None
         estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
