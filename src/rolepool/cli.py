@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rolepool import __version__
@@ -66,6 +67,7 @@ def plan(arguments: list[str]) -> int | None:
     from rolepool.placement.inventory import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.placement.memory import estimate_memory
     from rolepool.placement.plan import build_plan
+    from rolepool.placement.render import plan_as_json, plan_as_text
 
     loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
@@ -78,17 +80,14 @@ def plan(arguments: list[str]) -> int | None:
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
     # An inventory alone is divided whole; with the user's own node and GPU counts it is what those are taken from.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
-    made = build_plan(loaded.config, inventory, take_all=take_all)
+    replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
+    made = replan(loaded.config)
     problems = find_problems(loaded.config, made)
     estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
-    advice = advise(loaded.config, made, estimate, gpu_memory, inventory, take_all=take_all)
+    advice = advise(loaded.config, made, estimate, gpu_memory, replan)
     if options.json:
-        from rolepool.placement.export import plan_as_json
-
         print(plan_as_json(made, estimate, problems, advice))
     else:
-        from rolepool.placement.render import plan_as_text
-
         print(plan_as_text(made, estimate, advice))
     print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
@@ -110,7 +109,7 @@ def config(arguments: list[str]) -> None:
 
 def train(arguments: list[str]) -> None:
     """Train under the config's placement, from its newest checkpoint if there is one."""
-    from rolepool.trainer.command import train
+    from rolepool.trainer.main_ppo import train
 
     train(arguments, "rolepool train")
 
@@ -124,7 +123,7 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.trainer.export import export_run
+    from rolepool.trainer.checkpoint import export_run
 
     saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")

@@ -139,7 +139,7 @@ def test_the_walk_sees_the_package(package: Path) -> None:
     assert {("cli", "placement"), ("placement", "config"), ("config", "errors")} <= seen
 
 
-@pytest.mark.parametrize("file", ["cli.py", "command_line.py", "trainer/command.py"])
+@pytest.mark.parametrize("file", ["cli.py", "command_line.py", "trainer/main_ppo.py"])
 def test_the_command_line_imports_nothing_heavy_at_its_top(package: Path, file: str) -> None:
     tree = ast.parse((package / file).read_text(encoding="utf-8"))
     at_the_top = [module for node in tree.body for module in modules_named(node, [PACKAGE])]

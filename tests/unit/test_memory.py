@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,14 @@ from rolepool.placement.memory import (
     GIB,
     LOGITS_AT_ONCE,
     PROCESS_OVERHEAD_BYTES,
+    HeldModel,
     MemoryEstimate,
     RoleMemory,
     combine,
     estimate_memory,
-    gathered_bytes,
     kept_activation_bytes,
     layer_activation_bytes,
     rollout_role,
-    scoring_role,
-    trained_role,
 )
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 
@@ -155,23 +154,26 @@ GATHERED = 2 * (1704 - 2 * 592 + 2 * 592)
 """Of a tiny language model, in 16 bits: embedding, head and last norm, and two layers."""
 
 
-def trained(**changes: Any) -> RoleMemory:
-    settings: dict[str, Any] = {
-        "num_shards": 4,
-        "num_tokens": 10,
-        "num_logit_tokens": 5,
-        "packed": True,
-        "checkpointing": True,
-        "accumulates": True,
-        "param_offload": False,
-        "optimizer_offload": False,
-    }
-    return trained_role(1704, TINY, **{**settings, **changes})
+def trained(
+    num_tokens: int = 10,
+    num_logit_tokens: int = 5,
+    num_shards: int = 4,
+    checkpointing: bool = True,
+    *,
+    accumulates: bool = True,
+) -> RoleMemory:
+    share = Fraction(num_logit_tokens, num_tokens)
+    held = HeldModel(TINY, 1704, num_shards, share, packed=True, checkpointing=checkpointing)
+    return held.training(num_tokens, accumulates=accumulates)
+
+
+def scoring(num_logit_tokens: int, num_shards: int) -> RoleMemory:
+    return HeldModel(TINY, 1704, num_shards, Fraction(num_logit_tokens, 10)).scoring(10)
 
 
 def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:
     memory = trained(num_tokens=1000)
-    assert gathered_bytes(1704, TINY) == GATHERED
+    assert HeldModel(TINY, 1704, num_shards=4).gathered_bytes == GATHERED
     assert layer_activation_bytes(TINY, packed=True) == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
     assert layer_activation_bytes(TINY, packed=False) == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
     inputs, last_norm, gradients_of_layer = 2 * 2 * 8, (4 + 2 + 2) * 8, 2 * (2 * 8 + 16)
@@ -199,7 +201,7 @@ def test_an_update_takes_what_its_worst_moment_does() -> None:
 def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
     kept, made_again = (trained(num_tokens=1000, num_shards=1, checkpointing=again) for again in (False, True))
     assert (kept.weights, made_again.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
-    frozen = scoring_role(1704, TINY, num_shards=1, num_tokens=10, num_logit_tokens=0, param_offload=False)
+    frozen = scoring(num_logit_tokens=0, num_shards=1)
     assert frozen.weights == frozen.idle == 2 * 1704
 
 
@@ -222,9 +224,9 @@ def test_a_mini_batch_that_one_pass_holds_is_not_accumulated() -> None:
 
 
 def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
-    memory = scoring_role(1704, TINY, num_shards=2, num_tokens=10, num_logit_tokens=0, param_offload=False)
+    memory = scoring(num_logit_tokens=0, num_shards=2)
     assert memory == RoleMemory(weights=1704 + GATHERED, activations=10 * 2 * (2 * 8 + 3 * 16), idle=1704)
-    with_logits = scoring_role(1704, TINY, num_shards=2, num_tokens=10, num_logit_tokens=20, param_offload=False)
+    with_logits = scoring(num_logit_tokens=20, num_shards=2)
     assert (with_logits.activations, with_logits.logits) == (2 * (10 + 20) * 8, 2 * 20 * 32), "after the layers"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rolepool.config import Config, load_config
-from rolepool.config.model_keys import Fsdp, Optim, RefFsdp
+from rolepool.config.model_keys import Fsdp, RefFsdp
 from rolepool.data.demo import make_demo
-from rolepool.models.training import TrainedModel
 from rolepool.placement.advice import roomier_divisions
+from rolepool.placement.memory import HeldModel
 from rolepool.placement.models import read_shape
 from rolepool.placement.roles import Role
 from rolepool.protocol import DataProto
@@ -26,11 +28,11 @@ from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_o
 from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
-from rolepool.roles.less_memory import offloads
-from rolepool.roles.passes import MOST_TOKENS, USABLE, Passes, PassMemory, rows_that_fit
+from rolepool.roles.model_role import offloads
+from rolepool.roles.passes import MOST_TOKENS, USABLE, Passes, rows_that_fit, scoring_bytes, training_bytes
 from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
-from rolepool.roles.updates import mini_batches
+from rolepool.roles.trained import TrainedRole
 
 GIB = 2**30
 
@@ -106,33 +108,36 @@ GIBS = (1, 4.75, 5, 5.25, 5.5, 140)
 
 
 @pytest.fixture
-def qwen(root: Path) -> PassMemory:
+def qwen(root: Path) -> HeldModel:
     shape = read_shape(str(root / "recipes/shapes/qwen2.5-0.5b"))
-    return PassMemory(shape, num_shards=1, checkpointing=True, logit_share=0.5, packed=False)
+    return HeldModel(shape, shape.num_params, num_shards=1, checkpointing=True, logit_share=Fraction(1, 2))
 
 
-def test_a_pass_holds_as_many_rows_as_fit_into_what_is_free(qwen: PassMemory) -> None:
-    sizes = [rows_that_fit(64, 1024, qwen.training, gib * GIB) for gib in GIBS]
+def test_a_pass_holds_as_many_rows_as_fit_into_what_is_free(qwen: HeldModel) -> None:
+    bytes_of_pass = partial(training_bytes, qwen)
+    sizes = [rows_that_fit(64, 1024, bytes_of_pass, int(gib * GIB)) for gib in GIBS]
     assert sizes == sorted(sizes) and sizes[0] == 1 and len(set(sizes)) > 3
     assert sizes[-1] == MOST_TOKENS // 1024
     for rows, gib in zip(sizes, GIBS, strict=True):
-        assert rows == 1 or qwen.training(rows, 1024) <= USABLE * gib * GIB
-        assert rows == sizes[-1] or qwen.training(rows + 1, 1024) > USABLE * gib * GIB
-    assert rows_that_fit(3, 1024, qwen.training, 140 * GIB) == 3, "no more than there are"
-    assert rows_that_fit(3, 2 * MOST_TOKENS, qwen.training, 140 * GIB) == 1, "a row cannot be cut"
+        assert rows == 1 or bytes_of_pass(rows, 1024) <= USABLE * gib * GIB
+        assert rows == sizes[-1] or bytes_of_pass(rows + 1, 1024) > USABLE * gib * GIB
+    assert rows_that_fit(3, 1024, bytes_of_pass, 140 * GIB) == 3, "no more than there are"
+    assert rows_that_fit(3, 2 * MOST_TOKENS, bytes_of_pass, 140 * GIB) == 1, "a row cannot be cut"
 
 
-def test_the_memory_of_a_pass_follows_what_it_does(qwen: PassMemory) -> None:
-    assert qwen.scoring(4, 512) < qwen.training(4, 512) < replace(qwen, checkpointing=False).training(4, 512)
-    assert replace(qwen, logit_share=0.0).training(4, 512) < qwen.training(4, 512)
-    assert replace(qwen, num_shards=8).training(4, 512) < qwen.training(4, 512), "fewer gradients"
-    assert qwen.training(4, 512) > replace(qwen, packed=True).training(4, 512), "no mask, and compiled layers"
-    assert replace(qwen, shape=None).training(4, 512) == 0
+def test_the_memory_of_a_pass_follows_what_it_does(qwen: HeldModel) -> None:
+    def training(**changes: Any) -> int:
+        return training_bytes(replace(qwen, **changes), 4, 512)
+
+    assert scoring_bytes(qwen, 4, 512) < training() < training(checkpointing=False)
+    assert training(logit_share=Fraction(0)) < training()
+    assert training(num_shards=8) < training(), "fewer gradients"
+    assert training() > training(packed=True), "no mask, and compiled layers"
 
 
-def test_where_the_size_is_not_chosen_a_cpu_takes_a_fixed_number_of_tokens(qwen: PassMemory) -> None:
+def test_where_the_size_is_not_chosen_a_cpu_takes_a_fixed_number_of_tokens(qwen: HeldModel) -> None:
     mask = torch.ones(40, 1024, dtype=torch.int64)
-    passes = Passes("rows", None, "tokens", None, "cpu", qwen.training).cut(mask)
+    passes = Passes("rows", None, "tokens", None, "cpu", partial(training_bytes, qwen)).cut(mask)
     assert [len(rows) for rows in passes] == [16, 16, 8]
 
 
@@ -267,33 +272,28 @@ def test_the_reference_may_wait_in_host_memory(config: Callable[..., Config]) ->
     assert torch.equal(here.batch["ref_log_prob"], away.batch["ref_log_prob"])
 
 
-def test_an_update_that_is_left_out_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_that_is_left_out_is_a_warning(
+    config: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false").critic
     model = torch.nn.Linear(8, 1)
     before = model.weight.detach().clone()
-    trained = TrainedModel(
-        model,
-        device="cpu",
-        optim=Optim(lr=1.0),
-        fsdp=Fsdp(),
-        grad_clip=1.0,
-        num_training_steps=1,
-        checkpointing=False,
-    )
-    with made_in(WorkerContext(role="critic")):
-        worker = Worker()
 
-    def update(scale: float) -> float:
-        def loss_of(part: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            return model(part["attention_mask"].float()).sum() * scale, {}
+    class Linear(TrainedRole):
+        scale = float("nan")
 
-        metrics = mini_batches(worker, trained, rows(4), rows_per_mini_batch=4, passes=passes_of(), loss_of=loss_of)
-        return metrics["grad_norm"]
+        def loss_of(self, part: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            return model(part["attention_mask"].float()).sum() * self.scale, {}
 
+    role = Linear(config(), Role.Critic, "critic", keys, "critic.model", keys.model)
+    role.train(model, keys.model.fsdp_config, num_training_steps=1)
     with caplog.at_level(logging.WARNING, logger="rolepool"):
-        assert np.isnan(update(float("nan")))
+        assert np.isnan(role.update(rows(4), ends_step=True)["critic/grad_norm"])
     assert [record.getMessage() for record in caplog.records] == [
         "critic: the norm of the gradients is nan, so this optimizer step is left out"
     ]
     assert torch.equal(model.weight, before)
     caplog.clear()
-    assert update(1.0) > 0 and not caplog.records and not torch.equal(model.weight, before)
+    role.scale = 1.0
+    assert role.update(rows(4), ends_step=True)["critic/grad_norm"] > 0
+    assert not caplog.records and not torch.equal(model.weight, before)

@@ -6,11 +6,9 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic import BaseModel
 
 from rolepool.config import Config
 from rolepool.config.consistency import contradictions
@@ -41,68 +39,78 @@ class Advice:
         return f"{self.override}  " + ("fits" if not self.excess else f"still {self.excess / GIB:.1f} GiB too much")
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Computes what changes to a config would do to its memory."""
-
-    config: Config
-    gpu_memory_bytes: int | None
-    gpus_per_node: Sequence[int] | None
-    take_all: bool
-    known_roles: frozenset[Role]
-    problems_now: frozenset[str]
-    plans: dict[str, Plan | None] = field(default_factory=dict)
-
-    def excess_with(self, changes: Changes) -> int | None:
-        """The excess that would be left; None where the changed config is not a plan whose memory can be told."""
-        config = self.config
-        for path, value in changes.items():
-            config = _changed(config, path.split("."), value)
-        if any(True for _ in contradictions(config)):
-            return None
-        plan = self._plan_of(config)
-        if plan is None:
-            return None
-        estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
-        new_problems = not self.problems_now.issuperset(find_problems(config, plan))
-        if new_problems or not self.known_roles <= _roles_known(estimate):
-            return None
-        return _excess(estimate)
-
-    def _plan_of(self, config: Config) -> Plan | None:
-        """Changes touch `placement` or nothing that a plan depends on, so each placement is planned once."""
-        key = config.placement.model_dump_json()
-        if key not in self.plans:
-            try:
-                self.plans[key] = build_plan(config, self.gpus_per_node, take_all=self.take_all)
-            except RolepoolError:
-                self.plans[key] = None
-        return self.plans[key]
-
-
 def advise(
     config: Config,
     plan: Plan,
     estimate: MemoryEstimate,
     gpu_memory_bytes: int | None,
-    gpus_per_node: Sequence[int] | None,
-    *,
-    take_all: bool,
+    replan: Callable[[Config], Plan],
 ) -> list[Advice]:
-    """What brings the plan closest to fitting, best first and one per key; empty when it fits."""
-    before = _excess(estimate)
-    if not before:
+    """What brings the plan closest to fitting, best first and one per key; empty when it fits.
+
+    `replan` makes the plan of a changed config, on the same nodes.
+    """
+    excess = _excess(estimate)
+    if not excess:
         return []
-    problems = frozenset(find_problems(config, plan))
-    trial = _Trial(config, gpu_memory_bytes, gpus_per_node, take_all, _roles_known(estimate), problems)
-    candidates = list(_candidates(config, plan))
+    trial = _Trial(config, plan, estimate, gpu_memory_bytes, replan)
     best: dict[tuple[str, ...], Advice] = {}
-    for advice, changes in _helpful(trial, {}, candidates, before):
+    for advice, changes in trial.helpful({}, excess):
         best.setdefault(tuple(changes), advice)
     singles = list(best.values())[:MAX_ADVICE]
     if singles and all(advice.excess for advice in singles):
-        singles = [*_combined(trial, candidates, before), *singles][:MAX_ADVICE]
+        return [*trial.combined(excess), *singles][:MAX_ADVICE]
     return singles
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A plan that does not fit, and what changes would do to it."""
+
+    config: Config
+    plan: Plan
+    estimate: MemoryEstimate
+    gpu_memory_bytes: int | None
+    replan: Callable[[Config], Plan]
+    plans: dict[str, Plan | None] = field(default_factory=dict)
+    """By placement: nothing else that is changed here moves a role, and a plan of many nodes takes its time."""
+
+    def helpful(self, base: Changes, before: int) -> list[tuple[Advice, Changes]]:
+        """Those of the candidates that help on top of `base`, best first."""
+        found = []
+        for candidate in _candidates(self.config, self.plan):
+            changes = {**base, **candidate}
+            after = self._excess_with(changes)
+            if after is not None and (not after or before - after >= WORTH_SAYING_BYTES):
+                found.append((Advice(_words(changes), after), changes))
+        return sorted(found, key=lambda item: item[0].excess)
+
+    def combined(self, before: int) -> list[Advice]:
+        """Changes added one by one, the most helpful first, until everything fits; none where that is not reached."""
+        changes: Changes = {}
+        for _ in range(MAX_COMBINED):
+            helpful = self.helpful(changes, before)
+            if not helpful:
+                break
+            advice, changes = helpful[0]
+            before = advice.excess
+            if not before:
+                return [advice]
+        return []
+
+    def _excess_with(self, changes: Changes) -> int | None:
+        """The excess that would be left; None where the changed config is not a plan whose memory can be told."""
+        config = _changed(self.config, changes)
+        placement = config.placement.model_dump_json()
+        if placement not in self.plans:
+            self.plans[placement] = _plan_of(config, self.replan)
+        plan = self.plans[placement]
+        if plan is None or any(contradictions(config)):
+            return None
+        estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
+        new_problems = set(find_problems(config, plan)) - set(find_problems(self.config, self.plan))
+        hides_roles = not _roles_known(self.estimate) <= _roles_known(estimate)
+        return None if new_problems or hides_roles else _excess(estimate)
 
 
 def roomier_divisions(config: Config, role: Role) -> list[str]:
@@ -113,20 +121,16 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     now = _taken(config, role)
     found = []
     for changes in _divisions(config):
-        changed = config
-        for path, value in changes.items():
-            changed = _changed(changed, path.split("."), value)
-        after = None if any(True for _ in contradictions(changed)) else _taken(changed, role)
+        after = _taken(_changed(config, changes), role)
         if now and after and now[0] - after[0] >= WORTH_SAYING_BYTES and after[1] <= now[1]:
-            found.append((after[1], " ".join(f"{path}={show(value)}" for path, value in changes.items())))
+            found.append((after[1], _words(changes)))
     return [override for _, override in sorted(found)[:1]]
 
 
 def _taken(config: Config, role: Role) -> tuple[int, int] | None:
     """Bytes of one GPU: while the role works, and at most in any pool; None for no plan, or a model that is unknown."""
-    try:
-        plan = build_plan(config)
-    except RolepoolError:
+    plan = _plan_of(config, build_plan)
+    if plan is None or any(contradictions(config)):
         return None
     estimate = estimate_memory(config, plan, None)
     if role not in plan.roles or estimate.unknown or find_problems(config, plan):
@@ -136,36 +140,27 @@ def _taken(config: Config, role: Role) -> tuple[int, int] | None:
     return memory[role].working + beside, max(pool.peak for pool in estimate.pools.values())
 
 
-def _helpful(trial: _Trial, base: Changes, candidates: Sequence[Changes], before: int) -> list[tuple[Advice, Changes]]:
-    """Those of the candidates that help on top of `base`, best first."""
-    found = []
-    for candidate in candidates:
-        changes = {**base, **candidate}
-        after = trial.excess_with(changes)
-        if after is not None and (not after or before - after >= WORTH_SAYING_BYTES):
-            found.append((Advice(" ".join(f"{path}={show(value)}" for path, value in changes.items()), after), changes))
-    return sorted(found, key=lambda item: item[0].excess)
+def _plan_of(config: Config, make: Callable[[Config], Plan]) -> Plan | None:
+    try:
+        return make(config)
+    except RolepoolError:
+        return None
 
 
-def _combined(trial: _Trial, candidates: Sequence[Changes], before: int) -> Iterator[Advice]:
-    """Changes added one by one, the most helpful first, until everything fits; nothing where that is not reached."""
-    changes: Changes = {}
-    for _ in range(MAX_COMBINED):
-        helpful = _helpful(trial, changes, candidates, before)
-        if not helpful:
-            return
-        advice, changes = helpful[0]
-        before = advice.excess
-        if not before:
-            yield advice
-            return
+def _changed(config: Config, changes: Changes) -> Config:
+    for path, value in changes.items():
+        config = _with_value(config, path.split("."), value)
+    return config
 
 
-def _changed(section: Any, path: Sequence[str], value: Any) -> Any:
+def _with_value(section: Any, path: Sequence[str], value: Any) -> Any:
     """A copy of a frozen section with one key below it changed."""
-    assert isinstance(section, BaseModel)
     first, *rest = path
-    return section.model_copy(update={first: _changed(getattr(section, first), rest, value) if rest else value})
+    return section.model_copy(update={first: _with_value(getattr(section, first), rest, value) if rest else value})
+
+
+def _words(changes: Changes) -> str:
+    return " ".join(f"{path}={show(value)}" for path, value in changes.items())
 
 
 def _excess(estimate: MemoryEstimate) -> int:
@@ -173,9 +168,9 @@ def _excess(estimate: MemoryEstimate) -> int:
     return max([0, *(pool.peak - pool.limit for pool in estimate.pools.values() if pool.limit is not None)])
 
 
-def _roles_known(estimate: MemoryEstimate) -> frozenset[Role]:
+def _roles_known(estimate: MemoryEstimate) -> set[Role]:
     """The roles of pools whose memory is known: a role of unknown size hides the others of its pool."""
-    return frozenset(role for pool in estimate.pools.values() for role in pool.roles)
+    return {role for pool in estimate.pools.values() for role in pool.roles}
 
 
 def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:

@@ -49,33 +49,27 @@ def _tensor_parallel(config: Config, plan: Plan) -> Iterator[str]:
 
 def _sharding(config: Config, plan: Plan) -> Iterator[str]:
     sizes = {
-        Role.Actor: (
-            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
-            config.actor_rollout_ref.actor.fsdp_config.fsdp_size,
-        ),
-        Role.Critic: ("critic.model.fsdp_config.fsdp_size", config.critic.model.fsdp_config.fsdp_size),
+        Role.Actor: ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config.fsdp_size),
+        Role.Critic: ("critic.model", config.critic.model.fsdp_config.fsdp_size),
     }
-    for role, (key, size) in sizes.items():
+    for role, (section, size) in sizes.items():
         if role in plan.roles and size != -1 and plan.pool_of(role).world_size % size:
             yield (
-                f"{key}={size}: must divide the {plan.pool_of(role).world_size} processes of {plan.roles[role]}; "
-                "use -1 for all of them"
+                f"{section}.fsdp_config.fsdp_size={size}: must divide the {plan.pool_of(role).world_size} processes of "
+                f"{plan.roles[role]}; use -1 for all of them"
             )
 
 
 def _batches(config: Config, plan: Plan) -> Iterator[str]:
     """Every role cuts the batch of train_batch_size x n sequences over its own ranks."""
-    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    prompts = config.data.train_batch_size
     num_mini_batches = max(1, prompts // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     reported: set[int] = set()
     for role in plan.roles:
         parts = data_parallel_size(config, plan, role)
-        if (prompts * samples) % parts and parts not in reported:
+        if parts not in reported:
             reported.add(parts)
-            yield (
-                f"data.train_batch_size={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} equal "
-                f"parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts, num_mini_batches)}"
-            )
+            yield from _uneven(config, plan, role, "data.train_batch_size", prompts, num_mini_batches)
 
 
 def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
@@ -87,20 +81,30 @@ def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
     for role, section, keys in sections:
         if role not in plan.roles:
             continue
-        parts = data_parallel_size(config, plan, role)
         prompts, micro = keys.ppo_mini_batch_size, keys.ppo_micro_batch_size_per_gpu
-        if (prompts * samples) % parts:
-            yield (
-                f"{section}.ppo_mini_batch_size={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} "
-                f"equal parts for {role} in {plan.roles[role]}; use {_neighbours(prompts, samples, parts)}"
-            )
-        elif micro is not None and (prompts * samples // parts) % micro:
-            per_gpu = prompts * samples // parts
+        uneven = list(_uneven(config, plan, role, f"{section}.ppo_mini_batch_size", prompts))
+        yield from uneven
+        parts = plan.pool_of(role).world_size
+        per_gpu = prompts * samples // parts
+        if not uneven and micro is not None and per_gpu % micro:
             yield (
                 f"{section}.ppo_micro_batch_size_per_gpu={micro}: must divide the {per_gpu} sequences per GPU of a "
                 f"mini-batch ({_sequences(prompts, samples)} over {parts} processes of {plan.roles[role]}); "
                 f"use {divisor_near(per_gpu, micro)}"
             )
+
+
+def _uneven(config: Config, plan: Plan, role: Role, key: str, prompts: int, num_mini_batches: int = 1) -> Iterator[str]:
+    """Where a number of prompts cannot be cut: those next to it that can, also when cut into mini-batches before."""
+    samples, parts = config.actor_rollout_ref.rollout.n, data_parallel_size(config, plan, role)
+    if (prompts * samples) % parts:
+        step = parts // math.gcd(parts, samples) * num_mini_batches
+        below = prompts // step * step
+        neighbours = f"{below} or {below + step}" if below else str(below + step)
+        yield (
+            f"{key}={prompts}: {_sequences(prompts, samples)} cannot be cut into {parts} equal parts for {role} in "
+            f"{plan.roles[role]}; use {neighbours}"
+        )
 
 
 def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
@@ -115,10 +119,3 @@ def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
 
 def _sequences(prompts: int, samples: int) -> str:
     return f"{prompts} sequences" if samples == 1 else f"{prompts} prompts x {samples} samples"
-
-
-def _neighbours(prompts: int, samples: int, parts: int, num_mini_batches: int = 1) -> str:
-    """The numbers of prompts next to the one given that work, also when cut into as many mini-batches as now."""
-    step = parts // math.gcd(parts, samples) * num_mini_batches
-    below = prompts // step * step
-    return f"{below} or {below + step}" if below else str(below + step)

@@ -7,9 +7,11 @@ never stops a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from rolepool.config import Config
+from rolepool.config.model_keys import Fsdp
 from rolepool.placement.checks import data_parallel_size
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
@@ -46,7 +48,6 @@ class PoolMemory:
     """What the pool's process takes at its worst moment."""
 
     roles: dict[Role, RoleMemory]
-    overhead: int
     peak: int
     peak_role: Role
     limit: int | None
@@ -67,14 +68,22 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
     """The memory of every pool. `gpu_memory_bytes` is the whole GPU's; a pool has its share of it."""
-    shapes, unknown = _shapes(config, plan)
-    pools: dict[str, PoolMemory] = {}
-    for name, pool in plan.pools.items():
-        if any(role in unknown for role in pool.roles):
-            continue
-        limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
-        roles = {role: MEMORY_OF[role](shapes[role], config, plan, limit) for role in pool.roles}
-        pools[name] = combine(roles, limit)
+    memory: dict[Role, RoleMemory] = {}
+    unknown: dict[Role, str] = {}
+    limits = {
+        name: None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
+        for name, pool in plan.pools.items()
+    }
+    for role, name in plan.roles.items():
+        try:
+            memory[role] = _memory_of(role, config, plan, limits[name])
+        except ShapeUnknown as reason:
+            unknown[role] = str(reason)
+    pools = {
+        name: combine({role: memory[role] for role in pool.roles}, limits[name])
+        for name, pool in plan.pools.items()
+        if unknown.keys().isdisjoint(pool.roles)
+    }
     return MemoryEstimate(pools, unknown)
 
 
@@ -83,82 +92,88 @@ def combine(roles: Mapping[Role, RoleMemory], limit: int | None) -> PoolMemory:
     idle = sum(memory.idle for memory in roles.values())
     peaks = {role: memory.working + idle - memory.idle for role, memory in roles.items()}
     worst = max(peaks, key=lambda role: peaks[role])
-    return PoolMemory(dict(roles), PROCESS_OVERHEAD_BYTES, peaks[worst] + PROCESS_OVERHEAD_BYTES, worst, limit)
+    return PoolMemory(dict(roles), peaks[worst] + PROCESS_OVERHEAD_BYTES, worst, limit)
 
 
-def trained_role(
-    num_params: int,
-    shape: ModelShape,
-    *,
-    num_shards: int,
-    num_tokens: int,
-    num_logit_tokens: int,
-    packed: bool,
-    checkpointing: bool,
-    accumulates: bool,
-    param_offload: bool,
-    optimizer_offload: bool,
-) -> RoleMemory:
-    """fp32 weights, gradients and two Adam states, sharded; 16-bit compute. What the worst moment of an update takes.
+@dataclass(frozen=True)
+class HeldModel:
+    """A model as a role holds it on one GPU, and what passes of some tokens through it take."""
 
-    Layers that are sharded are gathered anew for their backward pass; on one GPU each keeps its 16-bit copy for it.
-    With `accumulates` a mini-batch has several passes, and gradients of earlier ones are there all the time.
-    """
-    weights, optimizer = FP32 * num_params // num_shards, 2 * FP32 * num_params // num_shards
-    gradients, before = weights, weights if accumulates else 0
-    outside = outside_params(num_params, shape)
-    at_rest = RoleMemory(
-        weights=weights,
-        optimizer=optimizer,
-        idle=(0 if param_offload else weights) + (0 if optimizer_offload else optimizer),
-    )
-    keeps_copies = num_shards == 1 and not checkpointing
-    copies = BF16 * num_params if keeps_copies else gathered_bytes(num_params, shape)
-    in_pass = replace(at_rest, weights=weights + copies)
-    kept = kept_activation_bytes(shape, num_tokens, packed=packed, checkpointing=checkpointing)
-    one_layer = num_tokens * layer_activation_bytes(shape, packed=packed)
-    layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + mlp_width(shape))
-    head_gradient = BF16 * shape.embedding_params if num_logit_tokens else 0
-    moments = (
-        replace(in_pass, gradients=before, activations=kept, logits=head_training_bytes(shape, num_logit_tokens)),
-        replace(  # the last layer's backward pass, the first to come
-            in_pass,
-            gradients=before,
-            activations=kept + layer_gradients + (one_layer if checkpointing else 0),
-            logits=head_gradient,
-        ),
-        replace(  # the first layer's
-            in_pass,
-            gradients=max(before, gradients - FP32 * outside // num_shards),
-            activations=one_layer + layer_gradients,
-            logits=head_gradient,
-        ),
-        # The embedding's gradient: whole and in fp32, on its way to the sum over ranks and to that of passes.
-        replace(at_rest, gradients=gradients + FP32 * outside + (FP32 * outside // num_shards if accumulates else 0)),
-    )
-    return max(moments, key=lambda moment: moment.working)
+    shape: ModelShape
+    num_params: int
+    num_shards: int
+    logit_share: Fraction = Fraction(0)
+    """Of the tokens of a pass, for how many there are logits."""
+    packed: bool = False
+    checkpointing: bool = False
+    offload: Fsdp = field(default_factory=Fsdp)
+    """What of it is in host memory while another role works."""
 
+    def training(self, num_tokens: int, *, accumulates: bool) -> RoleMemory:
+        """fp32 weights, gradients and two Adam states, sharded; 16-bit compute. What the worst moment of an update
+        takes.
 
-def scoring_role(
-    num_params: int,
-    shape: ModelShape,
-    *,
-    num_shards: int,
-    num_tokens: int,
-    num_logit_tokens: int,
-    param_offload: bool,
-) -> RoleMemory:
-    """16-bit weights, sharded; a forward pass, which takes most in the MLP of a layer, or at the logits after all."""
-    weights = BF16 * num_params // num_shards
-    gathered = 0 if num_shards == 1 else gathered_bytes(num_params, shape)
-    in_pass = RoleMemory(weights=weights + gathered, idle=0 if param_offload else weights)
-    in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * mlp_width(shape))
-    after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
-    moments = (
-        replace(in_pass, activations=in_mlp),
-        replace(in_pass, activations=after, logits=logit_bytes(shape, num_logit_tokens)),
-    )
-    return max(moments, key=lambda moment: moment.working)
+        Layers that are sharded are gathered anew for their backward pass; on one GPU each keeps its 16-bit copy for it.
+        With `accumulates` a mini-batch has several passes, and gradients of earlier ones are there all the time.
+        """
+        shape, num_logit_tokens = self.shape, int(num_tokens * self.logit_share)
+        gradients = weights = FP32 * self.num_params // self.num_shards
+        optimizer, before = 2 * FP32 * self.num_params // self.num_shards, weights if accumulates else 0
+        at_rest = RoleMemory(
+            weights=weights,
+            optimizer=optimizer,
+            idle=(0 if self.offload.param_offload else weights) + (0 if self.offload.optimizer_offload else optimizer),
+        )
+        keeps_copies = self.num_shards == 1 and not self.checkpointing
+        copies = BF16 * self.num_params if keeps_copies else self.gathered_bytes
+        in_pass = replace(at_rest, weights=weights + copies)
+        kept = kept_activation_bytes(shape, num_tokens, packed=self.packed, checkpointing=self.checkpointing)
+        one_layer = num_tokens * layer_activation_bytes(shape, packed=self.packed)
+        layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + mlp_width(shape))
+        head_gradient = BF16 * shape.embedding_params if num_logit_tokens else 0
+        outside, outside_shard = FP32 * self.outside_params, FP32 * self.outside_params // self.num_shards
+        moments = (
+            replace(in_pass, gradients=before, activations=kept, logits=head_training_bytes(shape, num_logit_tokens)),
+            replace(  # the last layer's backward pass, the first to come
+                in_pass,
+                gradients=before,
+                activations=kept + layer_gradients + (one_layer if self.checkpointing else 0),
+                logits=head_gradient,
+            ),
+            replace(  # the first layer's
+                in_pass,
+                gradients=max(before, gradients - outside_shard),
+                activations=one_layer + layer_gradients,
+                logits=head_gradient,
+            ),
+            # The embedding's gradient: whole and in fp32, on its way to the sum over ranks and to that of passes.
+            replace(at_rest, gradients=gradients + outside + (outside_shard if accumulates else 0)),
+        )
+        return max(moments, key=lambda moment: moment.working)
+
+    def scoring(self, num_tokens: int) -> RoleMemory:
+        """16-bit weights, sharded; a forward pass, which takes most in the MLP of a layer, or at the logits after."""
+        shape, num_logit_tokens = self.shape, int(num_tokens * self.logit_share)
+        weights = BF16 * self.num_params // self.num_shards
+        gathered = 0 if self.num_shards == 1 else self.gathered_bytes
+        in_pass = RoleMemory(weights=weights + gathered, idle=0 if self.offload.param_offload else weights)
+        in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * mlp_width(shape))
+        after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
+        moments = (
+            replace(in_pass, activations=in_mlp),
+            replace(in_pass, activations=after, logits=logit_bytes(shape, num_logit_tokens)),
+        )
+        return max(moments, key=lambda moment: moment.working)
+
+    @property
+    def outside_params(self) -> int:
+        """Parameters that are in no layer: embedding, last norm and head, which are gathered together."""
+        return self.num_params - self.shape.num_layers * self.shape.layer_params
+
+    @property
+    def gathered_bytes(self) -> int:
+        """In 16 bits: what is in no layer, for the whole pass, and two layers, the one at work and the next."""
+        return BF16 * (self.outside_params + 2 * self.shape.layer_params)
 
 
 def rollout_role(
@@ -194,16 +209,6 @@ def rollout_role(
         logits=logits,
         idle=weights + logits + (0 if free_cache else kv_cache),
     )
-
-
-def outside_params(num_params: int, shape: ModelShape) -> int:
-    """Parameters that are in no layer: embedding, last norm and head, which are gathered together."""
-    return num_params - shape.num_layers * shape.layer_params
-
-
-def gathered_bytes(num_params: int, shape: ModelShape) -> int:
-    """In 16 bits: what is in no layer, for the whole pass, and two layers, the one at work and the next."""
-    return BF16 * (outside_params(num_params, shape) + 2 * shape.layer_params)
 
 
 def logit_bytes(shape: ModelShape, num_logit_tokens: int) -> int:
@@ -251,103 +256,62 @@ def kept_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, c
 # From the config to the numbers that the formulas take
 
 
-def _shapes(config: Config, plan: Plan) -> tuple[dict[Role, ModelShape], dict[Role, str]]:
-    policy = (config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.override_config)
-    sources = {
-        Role.Actor: policy,
-        Role.Rollout: policy,
-        Role.RefPolicy: policy,
-        Role.Critic: (config.critic.model.path, None),
-        Role.RewardModel: (config.reward_model.model.path, None),
-    }
-    shapes: dict[Role, ModelShape] = {}
-    unknown: dict[Role, str] = {}
-    for role in plan.roles:
-        try:
-            shapes[role] = read_shape(*sources[role])
-        except ShapeUnknown as reason:
-            unknown[role] = str(reason)
-    return shapes, unknown
-
-
-def _actor(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    in_mini_batch = _mini_batch_tokens(config, plan, Role.Actor, keys.ppo_mini_batch_size)
-    limits = (keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
-    tokens = _tokens(config, in_mini_batch, *limits)
-    return trained_role(
-        shape.num_params,
-        shape,
-        num_shards=_num_shards(keys.fsdp_config.fsdp_size, plan.pool_of(Role.Actor).world_size),
-        num_tokens=tokens,
-        num_logit_tokens=_response_tokens(config, tokens),
-        packed=model.use_remove_padding,
-        checkpointing=model.enable_gradient_checkpointing,
-        accumulates=tokens < in_mini_batch,
-        param_offload=keys.fsdp_config.param_offload,
-        optimizer_offload=keys.fsdp_config.optimizer_offload,
-    )
-
-
-def _critic(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys, fsdp = config.critic, config.critic.model.fsdp_config
-    in_mini_batch = _mini_batch_tokens(config, plan, Role.Critic, keys.ppo_mini_batch_size)
-    limits = (keys.use_dynamic_bsz, keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu)
-    tokens = _tokens(config, in_mini_batch, *limits)
-    return trained_role(
-        shape.num_scalar_head_params,
-        shape,
-        num_shards=_num_shards(fsdp.fsdp_size, plan.pool_of(Role.Critic).world_size),
-        num_tokens=tokens,
-        num_logit_tokens=0,
-        packed=keys.model.use_remove_padding,
-        checkpointing=keys.model.enable_gradient_checkpointing,
-        accumulates=tokens < in_mini_batch,
-        param_offload=fsdp.param_offload,
-        optimizer_offload=fsdp.optimizer_offload,
-    )
-
-
-def _reference(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys = config.actor_rollout_ref.ref
-    in_batch = _rows(config, plan, Role.RefPolicy) * _sequence_tokens(config)
-    limits = (
-        keys.log_prob_use_dynamic_bsz,
-        keys.log_prob_max_token_len_per_gpu,
-        keys.log_prob_micro_batch_size_per_gpu,
-    )
-    tokens = _tokens(config, in_batch, *limits)
-    return scoring_role(
-        shape.num_params,
-        shape,
-        num_shards=plan.pool_of(Role.RefPolicy).world_size,
-        num_tokens=tokens,
-        num_logit_tokens=_response_tokens(config, tokens),
-        param_offload=keys.fsdp_config.param_offload,
-    )
-
-
-def _reward_model(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys = config.reward_model
-    sequence = keys.max_length or _sequence_tokens(config)
-    tokens = config.critic.ppo_max_token_len_per_gpu if keys.use_dynamic_bsz else None
-    return scoring_role(
-        shape.num_scalar_head_params,
-        shape,
-        num_shards=plan.pool_of(Role.RewardModel).world_size,
-        num_tokens=min(
-            _rows(config, plan, Role.RewardModel) * sequence, tokens or (keys.micro_batch_size_per_gpu or 1) * sequence
+def _memory_of(role: Role, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
+    """Of a role in a pool that has `limit` bytes of each GPU. Raises ShapeUnknown."""
+    if role is Role.Rollout:
+        return _rollout(config, plan, limit)
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    critic, reward = config.critic, config.reward_model
+    by_tokens, max_tokens, micro_batch_size = {
+        Role.Actor: (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
+        Role.RefPolicy: (
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+            ref.log_prob_micro_batch_size_per_gpu,
         ),
-        num_logit_tokens=0,
-        param_offload=False,
+        Role.Critic: (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
+        Role.RewardModel: (reward.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, reward.micro_batch_size_per_gpu),
+    }[role]
+    mini_batch_size = {Role.Actor: actor.ppo_mini_batch_size, Role.Critic: critic.ppo_mini_batch_size}.get(role)
+    length = (reward.max_length if role is Role.RewardModel else None) or _sequence_tokens(config)
+    # A null micro-batch size is chosen to fit; one sequence is the least it can be.
+    in_pass = max_tokens if by_tokens else (micro_batch_size or 1) * length
+    in_all = length * _rows(config, plan, role, mini_batch_size or config.data.train_batch_size)
+    held = held_model(config, role, plan.pool_of(role).world_size)
+    if mini_batch_size is None:
+        return held.scoring(min(in_all, in_pass))
+    return held.training(min(in_all, in_pass), accumulates=in_pass < in_all)
+
+
+def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
+    """The model of a role that makes passes, in a pool of so many processes. Raises ShapeUnknown."""
+    models, critic = config.actor_rollout_ref, config.critic.model
+    if role in (Role.Critic, Role.RewardModel):
+        shape = read_shape(critic.path if role is Role.Critic else config.reward_model.model.path)
+        held = HeldModel(shape, shape.num_scalar_head_params, world_size)
+    else:
+        shape = read_shape(models.model.path, models.model.override_config)
+        share = Fraction(config.data.max_response_length, _sequence_tokens(config))
+        held = HeldModel(shape, shape.num_params, world_size, share, models.model.use_remove_padding)
+    if role is Role.RefPolicy:
+        return replace(held, offload=Fsdp(param_offload=models.ref.fsdp_config.param_offload))
+    if role is Role.RewardModel:
+        return held
+    keys, fsdp = (critic, critic.fsdp_config) if role is Role.Critic else (models.model, models.actor.fsdp_config)
+    return replace(
+        held,
+        num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+        packed=keys.use_remove_padding,
+        checkpointing=keys.enable_gradient_checkpointing,
+        offload=fsdp,
     )
 
 
-def _rollout(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys = config.actor_rollout_ref.rollout
-    rows = min(_rows(config, plan, Role.Rollout), keys.max_num_seqs)
+def _rollout(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
+    keys, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rows = min(_rows(config, plan, Role.Rollout, config.data.train_batch_size), keys.max_num_seqs)
     return rollout_role(
-        shape,
+        read_shape(model.path, model.override_config),
         tensor_parallel=keys.tensor_model_parallel_size,
         num_sequences=rows,
         sequence_tokens=_sequence_tokens(config),
@@ -357,40 +321,10 @@ def _rollout(shape: ModelShape, config: Config, plan: Plan, limit: int | None) -
     )
 
 
-MEMORY_OF = {
-    Role.Actor: _actor,
-    Role.Rollout: _rollout,
-    Role.RefPolicy: _reference,
-    Role.Critic: _critic,
-    Role.RewardModel: _reward_model,
-}
-
-
 def _sequence_tokens(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _response_tokens(config: Config, num_tokens: int) -> int:
-    """Logits are needed where a response token is predicted, and not over the prompt."""
-    return num_tokens * config.data.max_response_length // _sequence_tokens(config)
-
-
-def _num_shards(fsdp_size: int, world_size: int) -> int:
-    return world_size if fsdp_size == -1 else fsdp_size
-
-
-def _rows(config: Config, plan: Plan, role: Role) -> int:
-    """Sequences of a batch on one GPU, or of a group of tensor-parallel ones."""
-    num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    return -(-num_rows // data_parallel_size(config, plan, role))
-
-
-def _mini_batch_tokens(config: Config, plan: Plan, role: Role, mini_batch_size: int) -> int:
-    """Of one GPU."""
-    rows = -(-mini_batch_size * config.actor_rollout_ref.rollout.n // plan.pool_of(role).world_size)
-    return rows * _sequence_tokens(config)
-
-
-def _tokens(config: Config, there_are: int, dynamic: bool, token_limit: int, micro_batch_size: int | None) -> int:
-    """Tokens of one pass. A null micro-batch size is chosen to fit; one sequence is the least it can be."""
-    return min(there_are, token_limit if dynamic else (micro_batch_size or 1) * _sequence_tokens(config))
+def _rows(config: Config, plan: Plan, role: Role, num_prompts: int) -> int:
+    """Sequences on one GPU, or on a group of tensor-parallel ones."""
+    return -(-num_prompts * config.actor_rollout_ref.rollout.n // data_parallel_size(config, plan, role))

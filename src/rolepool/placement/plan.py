@@ -5,17 +5,34 @@ Pure data, JSON in and out. Everybody who needs to know where something lives as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from pydantic import BaseModel, ConfigDict
 
 from rolepool.config import Config
-from rolepool.errors import PlacementError
-from rolepool.placement.overlap import overlapping_operations
 from rolepool.placement.pools import ResourcePoolManager
-from rolepool.placement.roles import Role
+from rolepool.placement.roles import Role, home_of
 from rolepool.placement.slots import Slot, place_pools
 from rolepool.placement.strategies import STRATEGIES, needed_roles
+
+ROLES_AT_WORK = {
+    "reward": (Role.RewardModel,),
+    "values": (Role.Critic,),
+    "old_log_prob": (Role.Actor,),
+    "ref": (Role.RefPolicy,),
+    "update_critic": (Role.Critic,),
+    "update_actor": (Role.Actor,),
+    "update_weights": (Role.Actor, Role.Rollout),
+    "next_gen": (Role.Rollout,),
+}
+INDEPENDENT = (
+    *combinations(("reward", "values", "old_log_prob", "ref"), 2),
+    *(("update_critic", operation) for operation in ("update_actor", "update_weights", "next_gen")),
+)
+"""Operations of a PPO step that need nothing of each other. All scoring needs the rollouts only; the critic's update
+need not be waited for until the next step's values."""
 
 
 class PlannedPool(BaseModel):
@@ -35,10 +52,7 @@ class PlannedPool(BaseModel):
     @property
     def counts_by_node(self) -> dict[int, int]:
         """Number of the pool's processes on each node that has one."""
-        counts: dict[int, int] = {}
-        for slot in self.slots:
-            counts[slot.node] = counts.get(slot.node, 0) + 1
-        return counts
+        return Counter(slot.node for slot in self.slots)
 
 
 class Plan(BaseModel):
@@ -62,12 +76,7 @@ class Plan(BaseModel):
 
     def pool_of(self, role: Role) -> PlannedPool:
         """The pool a role lives in; `actor_rollout` where both parts live together."""
-        names = {self.roles.get(part) for part in Role(role).parts}
-        if len(names) != 1 or None in names:
-            raise PlacementError(
-                f"role {Role(role)} is not in one pool of this plan; placed are {', '.join(self.roles)}"
-            )
-        return self.pools[str(names.pop())]
+        return self.pools[home_of(role, self.roles)]
 
 
 def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
@@ -110,4 +119,19 @@ def place(
         left_out=left_out or {},
         overlaps=overlapping_operations(manager.roles),
         mps=mps,
+    )
+
+
+def overlapping_operations(roles: Mapping[Role, str]) -> tuple[tuple[str, str], ...]:
+    """The pairs of independent operations that run in different pools, and so at the same time."""
+    homes = {Role.RewardModel: None, **roles}  # a rule reward runs on CPUs, beside all pools
+    places = {
+        operation: {homes[role] for role in needed}
+        for operation, needed in ROLES_AT_WORK.items()
+        if homes.keys() >= set(needed)
+    }
+    return tuple(
+        (one, other)
+        for one, other in INDEPENDENT
+        if one in places and other in places and places[one].isdisjoint(places[other])
     )

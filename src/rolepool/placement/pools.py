@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolepool.errors import PlacementError
-from rolepool.placement.roles import Role, single_roles
+from rolepool.placement.roles import Role, home_of
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,6 @@ class ResourcePool:
         """Number of processes."""
         return sum(self.per_node)
 
-    @property
-    def local_world_size_list(self) -> list[int]:
-        """For each process, the number of the pool's processes on its node."""
-        return [count for count in self.per_node for _ in range(count)]
-
-    @property
-    def local_rank_list(self) -> list[int]:
-        """For each process, its place among the pool's processes on its node."""
-        return [local_rank for count in self.per_node for local_rank in range(count)]
-
 
 @dataclass(frozen=True)
 class ResourcePoolManager:
@@ -67,9 +57,16 @@ class ResourcePoolManager:
             for role, pool in self.mapping.items()
             if pool not in pools
         ]
-        roles, placed_twice = single_roles(self.mapping)
-        if problems or placed_twice:
-            raise PlacementError([*problems, *placed_twice])
+        roles: dict[Role, str] = {}
+        for role in (role for role in Role if role.parts == (role,)):
+            written = [name for name in self.mapping if role in Role(name).parts]
+            if len(written) > 1:
+                places = " and ".join(f"placement.roles.{Role(name)}={self.mapping[name]}" for name in written)
+                problems.append(f"role {role} is placed twice: {places}; set one of them only")
+            elif written:
+                roles[role] = self.mapping[written[0]]
+        if problems:
+            raise PlacementError(problems)
         object.__setattr__(self, "resource_pool_dict", pools)
         object.__setattr__(self, "roles", roles)
 
@@ -78,10 +75,7 @@ class ResourcePoolManager:
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool of a role."""
-        names = {self.roles.get(part) for part in Role(role).parts}
-        if len(names) != 1 or None in names:
-            raise PlacementError(f"role {Role(role)} has no pool of its own; placed are {', '.join(self.roles)}")
-        return self.resource_pool_dict[str(names.pop())]
+        return self.resource_pool_dict[home_of(role, self.roles)]
 
     def get_n_gpus(self) -> int:
         """Number of processes over all pools."""
@@ -90,8 +84,7 @@ class ResourcePoolManager:
 
 def _pool_of(name: str, spec: Sequence[int] | Mapping[str, Any]) -> ResourcePool:
     if isinstance(spec, Mapping):
-        unknown = sorted(set(spec) - {"per_node", "share"})
-        if unknown or "per_node" not in spec:
+        if "per_node" not in spec or not spec.keys() <= {"per_node", "share"}:
             raise PlacementError(f"pool {name}: {dict(spec)} must have per_node and may have share")
         return ResourcePool(name, **spec)
     if not isinstance(spec, Sequence) or isinstance(spec, str):

@@ -1,12 +1,14 @@
 """The roles: models with a job.
 
-Owns their names. What they do is in `rolepool.roles`.
+Owns their names, and finding the pool of one. What they do is in `rolepool.roles`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+
+from rolepool.errors import PlacementError
 
 
 class Role(StrEnum):
@@ -25,17 +27,10 @@ class Role(StrEnum):
         return (Role.Actor, Role.Rollout) if self is Role.ActorRollout else (self,)
 
 
-def single_roles(mapping: Mapping[Role, str]) -> tuple[dict[Role, str], list[str]]:
-    """The mapping with `actor_rollout` taken apart, in the order of `Role`; and a line for each role placed twice."""
-    placed: dict[Role, list[tuple[Role, str]]] = {}
-    for written, pool in mapping.items():
-        for role in Role(written).parts:
-            placed.setdefault(role, []).append((Role(written), pool))
-    twice = [
-        f"role {role} is placed twice: "
-        + " and ".join(f"placement.roles.{written}={pool}" for written, pool in places)
-        + "; set one of them only"
-        for role, places in placed.items()
-        if len(places) > 1
-    ]
-    return {role: placed[role][0][1] for role in Role if role in placed}, twice
+def home_of(role: Role, roles: Mapping[Role, str]) -> str:
+    """The name of a role's pool; of `actor_rollout`, where both parts live together."""
+    names = {roles.get(part) for part in Role(role).parts}
+    name = names.pop()
+    if names or name is None:
+        raise PlacementError(f"role {Role(role)} has no pool of its own; placed are {', '.join(roles)}")
+    return name

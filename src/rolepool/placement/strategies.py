@@ -19,21 +19,16 @@ ACTOR_POOL = "actor_rollout_ref_pool"
 CRITIC_POOL = "critic_pool"
 
 
-def needed_roles(config: Config) -> tuple[dict[Role, None], dict[Role, str]]:
+def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
     """The roles that the algorithm needs, in order, and for each other role why it is left out."""
-    needed = {Role.Actor: None, Role.Rollout: None}
     left_out: dict[Role, str] = {}
-    optional = [
-        (Role.RefPolicy, config.uses_reference, "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"),
-        (Role.Critic, config.uses_critic, f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"),
-        (Role.RewardModel, config.reward_model.enable, "the reward is a rule (reward_model.enable=false)"),
-    ]
-    for role, is_needed, reason in optional:
-        if is_needed:
-            needed[role] = None
-        else:
-            left_out[role] = reason
-    return needed, left_out
+    if not config.uses_reference:
+        left_out[Role.RefPolicy] = "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"
+    if not config.uses_critic:
+        left_out[Role.Critic] = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+    if not config.reward_model.enable:
+        left_out[Role.RewardModel] = "the reward is a rule (reward_model.enable=false)"
+    return [role for role in Role if role.parts == (role,) and role not in left_out], left_out
 
 
 def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
@@ -53,15 +48,13 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
             f"{left_out[Role.RewardModel]}; use placement.strategy=standard"
         )
     share = config.placement.split.share
-    if share is not None:
-        per_pool = [{"per_node": gpus_per_node, "share": share}] * 2
-    else:
-        per_pool = [{"per_node": part} for part in _divide(config, gpus_per_node)]
-    pool_of = {Role.Critic: CRITIC_POOL, Role.RewardModel: CRITIC_POOL}
-    return ResourcePoolManager(
-        dict(zip((ACTOR_POOL, CRITIC_POOL), per_pool, strict=True)),
-        {role: pool_of.get(role, ACTOR_POOL) for role in needed},
-    )
+    actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
+    pools = {
+        ACTOR_POOL: {"per_node": actor, "share": share or 1.0},
+        CRITIC_POOL: {"per_node": critic, "share": share or 1.0},
+    }
+    in_critic_pool = (Role.Critic, Role.RewardModel)
+    return ResourcePoolManager(pools, {role: CRITIC_POOL if role in in_critic_pool else ACTOR_POOL for role in needed})
 
 
 def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
@@ -102,22 +95,18 @@ STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
     """The actor's and the critic's GPUs per node."""
     wish = config.placement.split
-    axis = wish.axis
-    with_gpus = [num_gpus for num_gpus in gpus_per_node if num_gpus]
-    if axis == "auto" and wish.actor_gpus_per_node is not None:
-        axis = "gpu"
-    elif axis == "auto" and wish.actor_nodes is not None:
-        axis = "node"
-    elif axis == "auto":
-        axis = "gpu" if with_gpus and min(with_gpus) >= 2 else "node"
-    if sum(with_gpus) < 2:
+    if sum(gpus_per_node) < 2:
         raise PlacementError(
-            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(with_gpus)}; "
+            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(gpus_per_node)}; "
             "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
         )
-    if axis == "gpu":
-        return _divide_inside_nodes(wish.actor_gpus_per_node, gpus_per_node)
-    return _divide_whole_nodes(wish.actor_nodes, gpus_per_node)
+    has_single_gpus = min(num_gpus for num_gpus in gpus_per_node if num_gpus) < 2
+    whole_nodes = wish.axis == "node"
+    if wish.axis == "auto":
+        whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or has_single_gpus)
+    if whole_nodes:
+        return _divide_whole_nodes(wish.actor_nodes, gpus_per_node)
+    return _divide_inside_nodes(wish.actor_gpus_per_node, gpus_per_node)
 
 
 def _up_to(highest: int) -> str:

@@ -5,18 +5,15 @@ Owns the choice of what fits. The bytes of a pass are the plan's formulas, from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.sharding import max_over_ranks
-from rolepool.placement.memory import gathered_bytes, scoring_role, trained_role
-from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
+from rolepool.placement.memory import HeldModel
 from rolepool.protocol.memory import free_bytes
 
 MOST_TOKENS = 16_384
@@ -30,68 +27,21 @@ BytesOfPass = Callable[[int, int], int]
 """The memory that a pass over some rows of some width takes beside the model that rests on the device."""
 
 
-@dataclass(frozen=True)
-class PassMemory:
-    """What passes through a model take; nothing where its shape is not known."""
-
-    shape: ModelShape | None
-    num_shards: int
-    checkpointing: bool
-    logit_share: float
-    """Of the tokens of a pass, for how many there are logits."""
-    packed: bool
-
-    def training(self, num_rows: int, width: int) -> int:
-        """Forward and backward, and gradients, which are not there between updates."""
-        if self.shape is None:
-            return 0
-        taken = trained_role(
-            self._num_params(self.shape),
-            self.shape,
-            num_shards=self.num_shards,
-            num_tokens=num_rows * width,
-            num_logit_tokens=int(num_rows * width * self.logit_share),
-            packed=self.packed,
-            checkpointing=self.checkpointing,
-            accumulates=True,
-            param_offload=False,
-            optimizer_offload=False,
-        )
-        return taken.working - taken.idle + self._mask(num_rows, width)
-
-    def scoring(self, num_rows: int, width: int) -> int:
-        """Forward only, with 16-bit copies of weights where those that rest are in fp32."""
-        if self.shape is None:
-            return 0
-        taken = scoring_role(
-            self._num_params(self.shape),
-            self.shape,
-            num_shards=self.num_shards,
-            num_tokens=num_rows * width,
-            num_logit_tokens=int(num_rows * width * self.logit_share),
-            param_offload=False,
-        )
-        copies = gathered_bytes(self._num_params(self.shape), self.shape) if self.num_shards == 1 else 0
-        return taken.working - taken.idle + copies + self._mask(num_rows, width)
-
-    def _num_params(self, shape: ModelShape) -> int:
-        return shape.num_params if self.logit_share else shape.num_scalar_head_params
-
-    def _mask(self, num_rows: int, width: int) -> int:
-        return 0 if self.packed else MASK_BYTES * num_rows * width * width
+def training_bytes(model: HeldModel, num_rows: int, width: int) -> int:
+    """Forward and backward, and gradients, which are not there between updates."""
+    taken = model.training(num_rows * width, accumulates=True)
+    return taken.working - taken.idle + _mask_bytes(model, num_rows, width)
 
 
-def response_share(config: Config) -> float:
-    """Of the tokens of a row, how many are its response's."""
-    return config.data.max_response_length / (config.data.max_prompt_length + config.data.max_response_length)
+def scoring_bytes(model: HeldModel, num_rows: int, width: int) -> int:
+    """Forward only, with 16-bit copies of weights where those that rest are in fp32."""
+    taken = model.scoring(num_rows * width)
+    copies = model.gathered_bytes if model.num_shards == 1 else 0
+    return taken.working - taken.idle + copies + _mask_bytes(model, num_rows, width)
 
 
-def shape_of(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape | None:
-    """A model's shape, or None where the plan's formulas do not know it."""
-    try:
-        return read_shape(path, overrides)
-    except ShapeUnknown:
-        return None
+def _mask_bytes(model: HeldModel, num_rows: int, width: int) -> int:
+    return 0 if model.packed else MASK_BYTES * num_rows * width * width
 
 
 @dataclass
@@ -105,6 +55,8 @@ class Passes:
     """Where passes are filled by tokens."""
     device: str
     bytes_of_pass: BytesOfPass
+    further: Sequence[str] = ()
+    """Other overrides with which passes take less."""
     _num_rows: int = 0
     _width: int = 0
     _most_rows: int = 0
@@ -129,12 +81,14 @@ class Passes:
         return by_rows(num_rows, -max_over_ranks(-fitting, self.device))
 
     def smaller(self) -> list[str]:
-        """The override with which passes take about half; none where they cannot be smaller."""
+        """The override with which passes take about half, where they can be smaller, and others."""
+        most_rows = self._most_rows or self.rows_per_pass or 1
         if self.max_tokens is not None:
             tokens = max(self.max_tokens // 2, self._width)
-            return [f"{self.tokens_key}={tokens}"] if tokens < self.max_tokens else []
-        most = self._most_rows or self.rows_per_pass or 1
-        return [f"{self.rows_key}={divisor_near(self._num_rows, most // 2)}"] if most > 1 else []
+            half = [f"{self.tokens_key}={tokens}"] if tokens < self.max_tokens else []
+        else:
+            half = [f"{self.rows_key}={divisor_near(self._num_rows, most_rows // 2)}"] if most_rows > 1 else []
+        return [*half, *self.further]
 
 
 def rows_that_fit(num_rows: int, width: int, bytes_of_pass: BytesOfPass, free: int | None) -> int:

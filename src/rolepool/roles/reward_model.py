@@ -8,32 +8,23 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.models.frozen import FrozenModel
 from rolepool.models.loading import load_reward_model
-from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.roles.actor import INPUTS
-from rolepool.roles.less_memory import remedies
-from rolepool.roles.passes import Passes, PassMemory, shape_of
-from rolepool.roles.scores import at_last_token
+from rolepool.models.packing import Batch
+from rolepool.placement import Role
+from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.roles.model_role import INPUTS, ModelRole
+from rolepool.roles.rule_reward import at_last_token
 
 
-class RewardModel(Worker):
+class RewardModel(ModelRole):
     def __init__(self, config: Config, pad_token_id: int, dtype: torch.dtype = torch.float32) -> None:
-        self.config = config
+        super().__init__(config, Role.RewardModel)
         self.keys = config.reward_model
         self.pad_token_id = pad_token_id
-        memory = PassMemory(
-            shape_of(self.keys.model.path),
-            num_shards=self.world_size,
-            checkpointing=False,
-            logit_share=0.0,
-            packed=False,
-        )
-        self.passes = Passes(
-            rows_key="reward_model.micro_batch_size_per_gpu",
-            rows_per_pass=self.keys.micro_batch_size_per_gpu,
-            tokens_key="critic.ppo_max_token_len_per_gpu",
-            max_tokens=config.critic.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None,
-            device=self.device,
-            bytes_of_pass=memory.scoring,
+        max_tokens = config.critic.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
+        self.add_passes(
+            "compute_scores",
+            ("reward_model.micro_batch_size_per_gpu", self.keys.micro_batch_size_per_gpu),
+            ("critic.ppo_max_token_len_per_gpu", max_tokens),
         )
         model = load_reward_model(
             self.keys.model.path,
@@ -46,26 +37,18 @@ class RewardModel(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*INPUTS, "response_mask"))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response, at its last token."""
-        batch = {key: data.batch[key].to(self.device) for key in INPUTS}
-        parts: dict[int, Tensor] = {}
         with self.frozen.on_device() as model:
-            for rows in self.passes.cut(batch["attention_mask"]):
-                scores = self._score(model, {key: value[rows] for key, value in batch.items()})
-                parts.update(zip(rows, scores, strict=True))
-        all_scores = torch.stack([parts[row] for row in range(len(data))]).float().cpu()
-        return DataProto.from_dict({"token_level_scores": at_last_token(all_scores, data.batch["response_mask"])})
+            (scores,) = self.in_passes("compute_scores", data, lambda part: (self._score(model, part),))
+        return DataProto.from_dict({"token_level_scores": at_last_token(scores.float(), data.batch["response_mask"])})
 
-    def less_memory(self, method: str) -> list[str]:
-        return remedies(self, self.config, self.passes.smaller())
-
-    def _score(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def _score(self, model: nn.Module, part: Batch) -> Tensor:
         """Rows are moved to the left edge: a classifier takes the last token that is not padding for the end."""
-        mask = batch["attention_mask"].bool()
+        mask = part["attention_mask"].bool()
         longest = int(mask.sum(dim=1).max())
         limit = min(longest, self.keys.max_length or longest)
-        ids = batch["input_ids"].new_full((len(mask), limit), self.pad_token_id)
+        ids = part["input_ids"].new_full((len(mask), limit), self.pad_token_id)
         kept = torch.zeros_like(ids)
-        for row, (tokens, real) in enumerate(zip(batch["input_ids"], mask, strict=True)):
+        for row, (tokens, real) in enumerate(zip(part["input_ids"], mask, strict=True)):
             text = tokens[real][-limit:]
             ids[row, : len(text)], kept[row, : len(text)] = text, 1
         scores: Tensor = model(input_ids=ids, attention_mask=kept, use_cache=False).logits[:, 0]

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from rolepool.config import Config
-from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.parts import part
 from rolepool.roles.actor import Actor
-from rolepool.roles.less_memory import remedies
+from rolepool.roles.model_role import load_policy_of, remedies
 from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
 from rolepool.rollout.gpu import tensor_of
@@ -40,12 +39,11 @@ class Rollout(Worker):
         self.stop_token_ids = tuple(stop_token_ids)
         self.pad_token_id = pad_token_id
         actor = self.siblings.get("actor")
-        self.shares_weights = isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu"
-        shard: Shard | None = None
-        if self.shares_weights:
-            assert isinstance(actor, Actor)
+        model, shard = None, None
+        if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             model = actor.trained.model
-        else:
+        self.shares_weights = model is not None
+        if model is None:
             model, shard = self._load(dtype)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         room = None if self.device == "cpu" else partial(room_on_gpu, num_bytes, self.keys.gpu_memory_utilization)
@@ -62,13 +60,8 @@ class Rollout(Worker):
 
     def _load(self, dtype: torch.dtype) -> tuple[nn.Module, Shard]:
         """This rank's part of the model, cut before it moves: a GPU never holds more than its part."""
-        keys = self.config.actor_rollout_ref.model
-        model: Any = load_policy(
-            keys.path,
-            dtype=dtype if self.device == "cpu" else torch.bfloat16,
-            trust_remote_code=keys.trust_remote_code,
-            overrides=dict(keys.override_config),
-        )
+        on_device = dtype if self.device == "cpu" else torch.bfloat16
+        model: Any = load_policy_of(self.config, on_device, packed=False)
         refuse_unknown(model)
         shard = Shard(model.config, self.context.tp_size, self.context.tp_rank)
         shard.cut(model)

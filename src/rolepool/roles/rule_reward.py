@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.data.rewards import load_reward_function, score_batch
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.roles.scores import at_last_token
 
 
 class RuleReward(Worker):
@@ -35,3 +35,10 @@ class RuleReward(Worker):
         names = sorted({name for row in scored for name in row.numbers})
         arrays = {f"reward/{name}": np.array([row.numbers.get(name, np.nan) for row in scored]) for name in names}
         return DataProto.from_dict({"token_level_scores": at_last_token(scores, mask)}, non_tensors=arrays)
+
+
+def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """[rows, response]: each row's score at the last token of its response, zero elsewhere."""
+    places = torch.arange(response_mask.shape[1])
+    last = torch.where(response_mask.bool(), places, -1).amax(dim=1, keepdim=True)
+    return torch.where((places == last) & (last >= 0), scores.unsqueeze(1), 0.0).to(scores.dtype)

@@ -6,7 +6,7 @@ the rest where it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,20 +36,14 @@ class Estimated:
     """Of the driver's own work, the waiting not included."""
 
 
-@dataclass
 class Estimator:
     """Estimates advantages; holds the KL controller, which learns from step to step."""
 
-    config: Config
-    kl_controller: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        keys = self.config.algorithm.kl_ctrl
-        self.kl_controller = get_kl_controller(keys.type, keys.kl_coef, keys.target_kl, keys.horizon)
-
-    @property
-    def needs_baselines(self) -> bool:
-        return self.config.algorithm.adv_estimator == "remax"
+    def __init__(self, config: Config) -> None:
+        self.keys = config.algorithm
+        ctrl = self.keys.kl_ctrl
+        self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.needs_baselines = self.keys.adv_estimator == "remax"
 
     def estimate(
         self,
@@ -66,21 +60,20 @@ class Estimator:
         tensors: dict[str, Tensor] = {"token_level_scores": scored.batch["token_level_scores"]}
         for future in (old, values, ref):
             tensors.update(future.get().batch.items() if future is not None else ())
-        if baselines is not None:
-            tensors["baselines"] = baselines.get().batch["token_level_scores"].sum(dim=1)
+        of_greedy = baselines.get().batch["token_level_scores"].sum(dim=1) if baselines is not None else None
         given = (rollouts, scores, old, values, ref, baselines)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             lengths = rows["attention_mask"].sum(dim=1).tolist()
-            metrics = self._estimate(prompts, tensors, rows["response_mask"])
-            metrics.update(self._describe(tensors, rows["response_mask"], rows["attention_mask"], scored))
-            batch = DataProto.from_dict({name: tensor for name, tensor in tensors.items() if name != "baselines"})
-        return Estimated(batch, lengths, metrics, ended())
+            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, rows["response_mask"], of_greedy)
+            metrics.update(describe(tensors, rows["response_mask"], rows["attention_mask"], scored))
+        return Estimated(DataProto.from_dict(tensors), lengths, metrics, ended())
 
-    def _estimate(self, prompts: DataProto, tensors: dict[str, Tensor], mask: Tensor) -> dict[str, float]:
+    def _estimate(
+        self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
+    ) -> dict[str, float]:
         """Add token_level_rewards, advantages and returns to the tensors."""
-        keys = self.config.algorithm
-        metrics: dict[str, float] = {}
+        keys, metrics = self.keys, dict[str, float]()
         rewards = tensors["token_level_scores"].to(tensors["old_log_probs"].dtype)
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
@@ -98,43 +91,40 @@ class Estimator:
             lam=keys.lam,
             norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,
             values=tensors.get("values"),
-            index=prompts.non_tensor_batch["uid"],
-            reward_baselines=tensors.get("baselines"),
+            index=uids,
+            reward_baselines=baselines,
         )
         tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
         return metrics
 
-    def _describe(
-        self, tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, scored: DataProto
-    ) -> dict[str, float]:
-        """Score, reward, advantage, return, value and length metrics of the batch."""
-        kept = mask.bool()
-        columns = {
-            "critic/score": tensors["token_level_scores"].sum(dim=1),
-            "critic/rewards": tensors["token_level_rewards"].sum(dim=1),
-            "critic/advantages": tensors["advantages"][kept],
-            "critic/returns": tensors["returns"][kept],
-        }
-        metrics = {"actor/entropy": float(masked_mean(tensors["entropys"], mask))}
-        if "values" in tensors:
-            columns["critic/values"] = tensors["values"][kept]
-            metrics["critic/vf_explained_var"] = float(
-                compute_explained_variance(tensors["returns"], tensors["values"], mask)
-            )
-        response = mask.sum(dim=1).float()
-        prompt = attention_mask.sum(dim=1).float() - response
-        columns.update({"response_length": response, "prompt_length": prompt})
-        for name, column in columns.items():
-            metrics[f"{name}/mean"] = float(column.float().mean())
-            metrics[f"{name}/max"] = float(column.max())
-            metrics[f"{name}/min"] = float(column.min())
-        limits = {"response_length": mask.shape[1], "prompt_length": attention_mask.shape[1] - mask.shape[1]}
-        for name, limit in limits.items():
-            metrics[f"{name}/clip_ratio"] = float((columns[name] >= limit).float().mean())
-        for name, array in scored.non_tensor_batch.items():
-            metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
-        metrics["perf/total_num_tokens"] = float(attention_mask.sum())
-        return metrics
+
+def describe(tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, scored: DataProto) -> dict[str, float]:
+    """Score, reward, advantage, return, value and length metrics of the batch."""
+    response = mask.sum(dim=1).float()
+    columns = {
+        "critic/score": tensors["token_level_scores"].sum(dim=1),
+        "critic/rewards": tensors["token_level_rewards"].sum(dim=1),
+        "critic/advantages": tensors["advantages"][mask.bool()],
+        "critic/returns": tensors["returns"][mask.bool()],
+        "response_length": response,
+        "prompt_length": attention_mask.sum(dim=1).float() - response,
+    }
+    metrics = {"actor/entropy": float(masked_mean(tensors["entropys"], mask))}
+    if "values" in tensors:
+        columns["critic/values"] = tensors["values"][mask.bool()]
+        explained = compute_explained_variance(tensors["returns"], tensors["values"], mask)
+        metrics["critic/vf_explained_var"] = float(explained)
+    for name, column in columns.items():
+        metrics[f"{name}/mean"] = float(column.float().mean())
+        metrics[f"{name}/max"] = float(column.max())
+        metrics[f"{name}/min"] = float(column.min())
+    limits = {"response_length": mask.shape[1], "prompt_length": attention_mask.shape[1] - mask.shape[1]}
+    for name, limit in limits.items():
+        metrics[f"{name}/clip_ratio"] = float((columns[name] >= limit).float().mean())
+    for name, array in scored.non_tensor_batch.items():
+        metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
+    metrics["perf/total_num_tokens"] = float(attention_mask.sum())
+    return metrics
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:

@@ -46,6 +46,11 @@ class Roles:
     sync_weights: Callable[[int], list[CallFuture]]
     """Queue the handing over of the actor's weights to the rollout; what is generated after has this version."""
 
+    @property
+    def trained(self) -> dict[str, RoleProxy]:
+        """The roles whose models are saved."""
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
+
 
 def build_roles(
     cluster: Cluster, config: Config, plan: Plan, num_training_steps: int, dtype: torch.dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are made, what they hold beside the models, and where a run goes on.
+"""Checkpoints of a run: what they hold beside the models, where a run goes on, and one as a Hugging Face folder.
 
 Owns `trainer.json` and which checkpoints are kept. What a model's folder looks like is `models.checkpoint`'s.
 """
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from transformers.utils.hub import cached_file
 
-from rolepool.cluster import RoleProxy
-from rolepool.config import Config
+from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models.checkpoint import (
     checkpoint_folder,
+    export_hf,
     newest_checkpoint,
     publish,
     remove_old,
@@ -66,7 +67,7 @@ class Checkpoints:
         probe = self._folder.path.absolute() / ".shared-folder-probe"
         probe.touch()
         try:
-            for name, role in self._saved_roles(roles).items():
+            for name, role in roles.trained.items():
                 blind = [rank for rank, sees in enumerate(role.sees(str(probe)).get()) if not sees]
                 if blind:
                     raise ConfigError(
@@ -80,8 +81,7 @@ class Checkpoints:
         """Write a whole checkpoint, then let go of those no longer kept."""
         final = checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = temporary_folder(final)
-        saving = [role.save_checkpoint(str(temporary / name)) for name, role in self._saved_roles(roles).items()]
-        for call in saving:
+        for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
         publish(temporary, final)
@@ -92,14 +92,8 @@ class Checkpoints:
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Have all roles go on from a checkpoint."""
-        loading = [
-            role.load_checkpoint(str(folder.absolute() / name)) for name, role in self._saved_roles(roles).items()
-        ]
-        for call in loading:
+        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
             call.get()
-
-    def _saved_roles(self, roles: Roles) -> dict[str, RoleProxy]:
-        return {"actor": roles.actor, **({"critic": roles.critic} if roles.critic is not None else {})}
 
 
 def read_position(folder: Path) -> Position:
@@ -109,3 +103,33 @@ def read_position(folder: Path) -> Position:
         return Position.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(f"{path}: not a trainer state ({str(error).splitlines()[0]})") from None
+
+
+def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
+    """Write a role's model of a step (None: of the newest checkpoint) for `from_pretrained`; returns what was read."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run}: not a run folder; no config.yaml is in it")
+    saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
+    if saved is None or not (saved / role).is_dir():
+        steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
+        raise ConfigError(
+            f"{run}: no checkpoint of {role}{'' if step is None else f' at step {step}'}; "
+            f"{'there are ' + ', '.join(steps) if steps else 'set trainer.save_freq when training'}"
+        )
+    config = load_config([str(run / "config.yaml")], []).config
+    path = config.actor_rollout_ref.model.path if role == "actor" else config.critic.model.path
+    export_hf(saved / role, _model_folder(path), out_dir)
+    return saved
+
+
+def _model_folder(path: str | None) -> Path:
+    """Where the model that was trained came from: a folder, or a hub id's files on this machine."""
+    if path is not None and Path(path).is_dir():
+        return Path(path)
+    try:
+        found = cached_file(path, "config.json") if path is not None else None
+    except OSError:
+        found = None
+    if found is None:
+        raise ConfigError(f"actor_rollout_ref.model.path={path}: not found; export where training found it")
+    return Path(found).parent

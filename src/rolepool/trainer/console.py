@@ -5,8 +5,7 @@ Owns the text. Every number comes from a row of metrics.
 
 from __future__ import annotations
 
-import sys
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,17 +21,16 @@ NUM_SHOWN_SAMPLES = 4
 class TrainingConsole(Observer):
     """Shows rows as they come. Use as `observer` of a Trainer, inside a `with`."""
 
-    def __init__(self, num_steps: int, *, lines: bool, stream: TextIO | None = None) -> None:
-        console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
-        self._console = console
+    def __init__(self, num_steps: int, *, lines: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
         self._lines = lines
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("starting", total=num_steps)
         self.rewards: list[float] = []
@@ -71,14 +69,10 @@ class TrainingConsole(Observer):
             for row in self._samples:
                 table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
             self._console.print(table)
-        self._console.print(self.summary(run_folder), markup=False)
-
-    def summary(self, run_folder: str) -> str:
-        lines = []
         if self.rewards:
-            lines.append(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
+            course = f"{self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
+            self._console.print(f"reward  {sparkline(self.rewards)}  {course}")
         if self.validations:
             (first, before), (last, after) = self.validations[0], self.validations[-1]
-            lines.append(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
-        lines.append(f"run folder: {run_folder}")
-        return "\n".join(lines)
+            self._console.print(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
+        self._console.print(f"run folder: {run_folder}", markup=False)

@@ -7,16 +7,18 @@ step has begun; saving and validating wait for that.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 
 from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data import PromptLoader, PromptSet, train_prompts, val_prompts
+from rolepool.data import PromptLoader, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import PlacementError
 from rolepool.metrics.analysis import Recorded
@@ -29,7 +31,6 @@ from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Roles, build_roles
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
-from rolepool.trainer.interrupt import Interrupt
 from rolepool.trainer.rows import record, step_row
 from rolepool.trainer.step import StepCalls, ppo_step
 from rolepool.trainer.validation import validate
@@ -47,13 +48,29 @@ class Observer:
         """A validation generated these, with their scores."""
 
 
-@dataclass
-class _Unfinished:
-    """A step whose last calls may still run."""
+class Interrupt:
+    """Ctrl-C: the first lets the step end, the second drops it."""
 
-    number: int
-    epoch: int
-    calls: StepCalls
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Take Ctrl-C for the time of the block; in the main thread only, as Python hands out signals nowhere else."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        logger.warning("interrupted: finishing this step; press Ctrl-C again to drop it")
 
 
 class Trainer:
@@ -70,8 +87,11 @@ class Trainer:
             raise PlacementError(problems)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
-        self.loader = self._make_loader(train_prompts(self.config, self.tokenizer))
-        self.val_prompts = val_prompts(self.config, self.tokenizer) if self.config.data.val_files else None
+        data = self.config.data
+        seed = self.config.trainer.seed if data.seed is None else data.seed
+        prompts = train_prompts(self.config, self.tokenizer)
+        self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
+        self.val_prompts = val_prompts(self.config, self.tokenizer) if data.val_files else None
         self.num_steps = self.config.trainer.total_training_steps or (
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
@@ -80,13 +100,8 @@ class Trainer:
         self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
         self.interrupt = Interrupt()
         self.loggers = Loggers(self.config)
-        self.start_step = 0
+        self.start_step = self.saved_step = 0
         self._before: list[Recorded] = []
-
-    def _make_loader(self, prompts: PromptSet) -> PromptLoader:
-        data = self.config.data
-        seed = self.config.trainer.seed if data.seed is None else data.seed
-        return PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
 
     def run(self) -> None:
         """Train to the last step, from the checkpoint to resume from, if there is one."""
@@ -129,38 +144,38 @@ class Trainer:
             self._validate(roles, self.start_step)
         if keys.val_only:
             return
-        unfinished: _Unfinished | None = None
+        unfinished: StepCalls | None = None
         for number in range(self.start_step + 1, self.num_steps + 1):
-            with self._named_if_dropped(number):
-                epoch = self.loader.epoch
-                prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
-                calls = ppo_step(self.config, roles, self.estimator, prompts, number)
-                if unfinished is not None:
-                    self._finish(unfinished, calls)
-                unfinished = _Unfinished(number, epoch, calls)
-                is_last = number == self.num_steps
-                tests = _is_time_to(keys.test_freq, number, is_last) and not self.interrupt.asked
-                saves = _is_time_to(keys.save_freq, number, is_last or self.interrupt.asked)
-                if tests or saves or is_last or self.interrupt.asked:
-                    self._finish(unfinished, None)
-                    unfinished = None
-                if tests:
-                    self._validate(roles, number)
-                if saves:
-                    self._save(roles, number)
-            if self.interrupt.asked and unfinished is None and not is_last:
-                after = "saved; the same command goes on from there" if saves else "not saved (trainer.save_freq=-1)"
+            try:
+                unfinished = self._step(roles, number, unfinished)
+            except KeyboardInterrupt:
+                saved = self.checkpoints.find()
+                last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
+                raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
+            if self.interrupt.asked and unfinished is None and number < self.num_steps:
+                is_saved = self.saved_step == number
+                after = "saved; the same command goes on from there" if is_saved else "not saved (trainer.save_freq=-1)"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
-    @contextmanager
-    def _named_if_dropped(self, number: int) -> Iterator[None]:
-        """Say which step a second Ctrl-C dropped."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            saved = self.checkpoints.find()
-            last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
-            raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
+    def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
+        """Returns the step's calls where they may go on into the next step; None where all have ended."""
+        epoch = self.loader.epoch
+        prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
+        step = ppo_step(self.config, roles, self.estimator, prompts, number)
+        step.estimated.metrics["training/epoch"] = float(epoch)
+        if before is not None:
+            self._finish(before, step)
+        is_last = number == self.num_steps
+        tests = _is_time_to(self.config.trainer.test_freq, number, is_last) and not self.interrupt.asked
+        saves = _is_time_to(self.config.trainer.save_freq, number, is_last)
+        if not (tests or saves or is_last or self.interrupt.asked):
+            return step
+        self._finish(step, None)
+        if tests:
+            self._validate(roles, number)
+        if saves or (self.checkpoints.are_on and self.interrupt.asked):
+            self._save(roles, number)
+        return None
 
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
@@ -179,23 +194,22 @@ class Trainer:
                 kl_controller=self.estimator.kl_controller.state_dict(),
             )
             self.checkpoints.save(roles, position)
+        self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
 
-    def _finish(self, step: _Unfinished, following: StepCalls | None) -> None:
+    def _finish(self, step: StepCalls, following: StepCalls | None) -> None:
         """Wait for a step's last calls and write its row."""
-        recorded = record(step.number, step.calls)
+        recorded = record(step)
         generation = following.calls["gen"][0].spans() if following else []
         after = [Recorded(step.number + 1, "gen", span) for span in generation]
-        metrics = {"training/global_step": float(step.number), "training/epoch": float(step.epoch)}
         next_start_s = min((span.start_s for span in generation), default=None)
-        metrics.update(step_row(step.calls, recorded, [*self._before, *after], next_start_s, self.plan))
+        metrics = step_row(step, recorded, [*self._before, *after], next_start_s, self.plan)
         self._before = recorded
         self.folder.add_spans(recorded)
         samples = self.monitors.take()
         self.folder.add_monitor(samples)
-        metrics.update(pool_utilization(samples))
-        self._write(step.number, metrics)
+        self._write(step.number, {**metrics, **pool_utilization(samples)})
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)

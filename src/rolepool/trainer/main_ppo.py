@@ -1,12 +1,42 @@
-"""`python -m rolepool.trainer.main_ppo`: `rolepool train` under the name that launch scripts call."""
+"""Training from the words of a command line: `rolepool train`, and `python -m rolepool.trainer.main_ppo` under the name
+that launch scripts call.
+
+Owns what is said before the first step and after the last. Heavy imports wait until there is a config to train.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from rolepool.command_line import run_program
-from rolepool.trainer.command import train
+from rolepool.command_line import Parser, load_words, run_program
+from rolepool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rolepool.config import LoadedConfig
+
+
+def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> None:
+    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
+    options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
+
+    from rolepool.config.built import refused_keys
+    from rolepool.config.loading import show
+
+    loaded = load(options.words)
+    refused = refused_keys(loaded)
+    if refused:
+        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
+
+    from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.loop import Trainer
+
+    trainer = Trainer(loaded)
+    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
+        trainer.observer = console
+        trainer.run()
+    console.print_summary(str(trainer.folder.path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

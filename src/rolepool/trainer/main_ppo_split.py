@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rolepool.command_line import load_words, run_program
 from rolepool.errors import ConfigError
-from rolepool.trainer.command import train
+from rolepool.trainer.main_ppo import train
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig

@@ -12,12 +12,10 @@ PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """Operations that work on every token."""
 
 
-def record(number: int, step: StepCalls) -> list[Recorded]:
+def record(step: StepCalls) -> list[Recorded]:
     """What was done for a step. Waits for every call of it."""
-    spans = [
-        Recorded(number, name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()
-    ]
-    return [*spans, Recorded(number, "adv", step.estimated.span)]
+    spans = [(name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()]
+    return [Recorded(step.number, name, span) for name, span in [*spans, ("adv", step.estimated.span)]]
 
 
 def step_row(
@@ -27,7 +25,7 @@ def step_row(
 
     `around` are the spans before and after it, which explain what its first and last calls waited for.
     """
-    metrics = {**_update_metrics(step), **step.estimated.metrics}
+    metrics = {"training/global_step": float(step.number), **_update_metrics(step), **step.estimated.metrics}
     times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)
     end_s = next_start_s or max(span.end_s for _, _, span in recorded)

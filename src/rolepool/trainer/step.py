@@ -7,19 +7,26 @@ which placement it runs under.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from rolepool.config import Config
+from rolepool.config.model_keys import Actor, Critic
+from rolepool.models.micro_batches import rank_order
 from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
+from rolepool.protocol.worker import derive_seed
 from rolepool.trainer.advantages import Estimated, Estimator
 from rolepool.trainer.build import Roles
-from rolepool.trainer.orders import update_orders
 
 
 @dataclass(frozen=True)
 class StepCalls:
     """A step's calls by the name of their timing, and what was estimated in between."""
 
+    number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
 
@@ -56,7 +63,8 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
         "update_actor": actor_updates,
         "update_weights": synced,
     }
-    return StepCalls({name: [call for call in made if call is not None] for name, made in calls.items()}, estimated)
+    made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
+    return StepCalls(number, made, estimated)
 
 
 def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
@@ -64,3 +72,21 @@ def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
     greedy = roles.rollout.generate_sequences(prompts, purpose="baseline")
     scores: DataProtoFuture = roles.reward.compute_scores(greedy.union(prompts))
     return scores
+
+
+def update_orders(
+    config: Config, keys: Actor | Critic, lengths: Sequence[int], num_ranks: int, step: int
+) -> Iterator[tuple[npt.NDArray[np.int64], bool]]:
+    """For each epoch which rows each rank updates on, as an order of rows, and whether it is the last.
+
+    A mini-batch is a set of rows that depends on seed and step only; balancing over ranks happens inside it.
+    """
+    rows_per_mini_batch = keys.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    for epoch in range(keys.ppo_epochs):
+        rows = np.arange(len(lengths))
+        if keys.shuffle:
+            rows = np.random.default_rng(derive_seed(config.trainer.seed, "shuffle", step, epoch)).permutation(rows)
+        order = rank_order(
+            [lengths[int(row)] for row in rows], rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch
+        )
+        yield rows[order], epoch == keys.ppo_epochs - 1
