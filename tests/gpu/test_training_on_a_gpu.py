@@ -167,8 +167,14 @@ def test_gradients_of_an_update_are_those_of_the_plain_way_within_noise_of_16_bi
 @pytest.mark.parametrize("kind", [Actor, Critic])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_packed_updates_are_padded_updates(
-    one_rank: None, folder: Path, data: DataProto, kind: type[Any], checkpointing: str
+    one_rank: None,
+    folder: Path,
+    data: DataProto,
+    kind: type[Any],
+    checkpointing: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rolepool.roles.trained.free_bytes", lambda device: 0)  # else nothing is computed again
     words = [f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}"]
     words.append(f"critic.model.enable_gradient_checkpointing={checkpointing}")
     padded = gradients_of_update(kind, folder, data, *words, "actor_rollout_ref.model.use_remove_padding=false")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,25 @@ def test_a_pass_holds_as_many_rows_as_fit_into_what_is_free(qwen: HeldModel) -> 
         assert rows == sizes[-1] or bytes_of_pass(rows + 1, 1024) > USABLE * gib * GIB
     assert rows_that_fit(3, 1024, bytes_of_pass, 140 * GIB) == 3, "no more than there are"
     assert rows_that_fit(3, 2 * MOST_TOKENS, bytes_of_pass, 140 * GIB) == 1, "a row cannot be cut"
+
+
+def test_activations_are_made_again_only_where_they_cannot_be_kept(
+    qwen: HeldModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, adam = replace(qwen, packed=True), SimpleNamespace(optimizer=SimpleNamespace(state={"weight": "moments"}))
+    kept = training_bytes(replace(held, checkpointing=False), 16, 1024)
+
+    def must(free: float, **of_role: Any) -> bool:
+        monkeypatch.setattr("rolepool.roles.trained.free_bytes", lambda device: int(free))
+        role = SimpleNamespace(**{"device": "cuda", "held": held, "packed": True, "trained": adam, **of_role})
+        return TrainedRole._must_recompute(role, 16 * 1024)  # type: ignore[arg-type]
+
+    assert must(0.99 * kept / USABLE) and not must(1.01 * kept / USABLE)
+    assert training_bytes(held, 16, 1024) < 0.7 * kept, "otherwise it would not help"
+    before_the_first = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+    assert must(1.01 * kept / USABLE, trained=before_the_first), "the optimizer's states are still to come"
+    for unknown in ({"device": "cpu"}, {"held": None}, {"packed": False}):
+        assert must(1000 * kept, **unknown)
 
 
 def test_the_memory_of_a_pass_follows_what_it_does(qwen: HeldModel) -> None:

@@ -105,6 +105,12 @@ class TrainedModel:
         elif not bad:
             self.optimizer.step()
 
+    def recompute_activations(self, now: bool) -> None:
+        """Whether backward passes make activations again, as `checkpointing` lets them, or find them kept."""
+        for module in self.model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = now  # type: ignore[assignment]
+
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:
         """The model where it computes, for the time of the block; what is offloaded goes back to host memory after.

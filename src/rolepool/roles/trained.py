@@ -18,13 +18,14 @@ from rolepool.config import Config
 from rolepool.config.model_keys import Actor, Critic, CriticModel, Fsdp, PolicyModel
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.packing import Batch, rows_on
-from rolepool.models.sharding import sum_over_ranks
+from rolepool.models.sharding import max_over_ranks, sum_over_ranks
 from rolepool.models.training import TrainedModel
 from rolepool.models.utilization import model_utilization
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.protocol.memory import free_bytes
 from rolepool.roles.model_role import ModelRole
-from rolepool.roles.passes import training_bytes
+from rolepool.roles.passes import USABLE, training_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ class TrainedRole(ModelRole):
         batches = [dict(data.batch[start : start + num_rows].items()) for start in range(0, len(data), num_rows)]
         counts = count_losses([batch["response_mask"] for batch in batches], self.device)
         cuts = [self.passes[f"update_{self.role}"].cut(batch["attention_mask"]) for batch in batches]
+        if self.checkpointing:
+            masks = [batch["attention_mask"][rows] for batch, cut in zip(batches, cuts, strict=True) for rows in cut]
+            self.trained.recompute_activations(self._must_recompute(max(int(mask.sum()) for mask in masks)))
         of_batches = [
             self.trained.step(cut, partial(self._loss_of_rows, batch, count))
             for batch, count, cut in zip(batches, counts, cuts, strict=True)
@@ -105,6 +109,18 @@ class TrainedRole(ModelRole):
                 )
         means = {name: sum(column) / len(batches) for name, column in columns.items()}
         return {**sum_over_ranks(means, self.device), "grad_norm": means["grad_norm"]}
+
+    def _must_recompute(self, num_tokens: int) -> bool:
+        """Whether the activations of a pass cannot be kept. Known for packed passes on a GPU; elsewhere they are not.
+
+        Ranks do the same, as layers that are computed again are gathered again by all.
+        """
+        if self.device == "cpu" or self.held is None or not self.packed:
+            return True
+        kept = replace(self.held, checkpointing=False).training(num_tokens, accumulates=True)
+        to_come = 0 if self.trained.optimizer.state else kept.optimizer  # with the first step
+        wanted = kept.working - kept.idle + to_come
+        return bool(max_over_ranks(int(wanted > USABLE * free_bytes(self.device)), self.device))
 
     def _loss_of_rows(self, batch: Batch, counts: LossCounts, rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         return self.loss_of(rows_on(self.device, batch, rows), counts)
