@@ -8,12 +8,16 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
+
+from rolepool.metrics.analysis import Recorded
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.metrics.spans import Span
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARK = "benchmarks/gpu/ppo_step.py"
@@ -21,14 +25,18 @@ BENCHMARK = "benchmarks/gpu/ppo_step.py"
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("ppo_step_profile", ROOT / "benchmarks/gpu/ppo_step_profile.py")
+def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/gpu/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    yield module
+    return module
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return module_of("ppo_step_profile", monkeypatch)
 
 
 def test_a_part_that_fails_says_why_and_does_not_stop_the_others(python: Python, tmp_path: Path) -> None:
@@ -39,6 +47,24 @@ def test_a_part_that_fails_says_why_and_does_not_stop_the_others(python: Python,
     for part in ("standard", "split"):
         assert f"{part} ended with 2; the end of {tmp_path}/runs/{part}/output.txt:" in ended.stdout
     assert ended.stdout.count("error: trainer.nodes=2: unknown key") == 2
+
+
+def test_times_and_shares_are_those_of_the_steps_after_the_first_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3, 4, 5):
+        start_s = 10.0 * step
+        gen = Span("pool", "rollout", 0, "generate", start_s, start_s, start_s + 6, parts=(("fetch", 1.5),))
+        update = Span("pool", "actor", 0, "update_actor", start_s, start_s + 7, start_s + 10)
+        folder.add_spans([Recorded(step, "gen", gen), Recorded(step, "update_actor", update)])
+        seconds = {"timing_s/step": 100.0 if step < 3 else 10.0, "timing_s/gen": 6.0}
+        folder.add_metrics(step, {**seconds, "pool/pool/peak_memory_gb": float(step), "pool/pool/utilization": 50.0})
+    measured = module_of("ppo_step", monkeypatch).read_rolepool(tmp_path, 7.5)
+    assert measured.seconds == {"step": 10.0, "gen": 6.0}
+    assert (measured.torch_gib, measured.gpu_gib) == (5.0, 7.5)
+    assert (measured.shares.controller, measured.shares.fetch) == (pytest.approx(0.1), pytest.approx(0.15))
+    assert measured.shares.kernels == 0.5
 
 
 def test_no_kernel_runs_between_overlapping_ones_and_before_and_after_all(profile: ModuleType) -> None:
