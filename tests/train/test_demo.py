@@ -90,14 +90,21 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
 @pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, tmp_path: Path) -> None:
     keys = small_keys(demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000")
+    if presses == 2:  # time for the second within the step of the first
+        slow = tmp_path / "slow.py"
+        slow.write_text("import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n")
+        keys.append(f"custom_reward_function.path={slow}")
     run = start(demo, *keys, "trainer.save_freq=5000", "trainer.val_before_train=false")
     rows = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (rows.exists() and rows.read_text().count("\n") >= 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for _ in range(presses):
+    run.send_signal(signal.SIGINT)
+    if presses == 2:
+        assert run.stdout is not None
+        while "press Ctrl-C again" not in run.stdout.readline():
+            assert run.poll() is None, "it ended without a word"
         run.send_signal(signal.SIGINT)
-        time.sleep(0.01)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 130, output
     assert "Traceback" not in output
