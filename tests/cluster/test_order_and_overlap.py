@@ -113,7 +113,7 @@ def test_a_chain_over_three_pools_is_issued_before_its_first_call_ends(
 
 
 def test_an_update_runs_on_while_another_pool_generates(actor: RoleProxy, rollout: RoleProxy) -> None:
-    update = actor.update(1.0)
+    update = actor.update(2.5)
     generated = [rollout.add(batch_of(2), step, seconds=0.1) for step in range(8)]
     for step, future in enumerate(generated):
         assert future.get().batch["x"].tolist() == [step, step + 1], "results arrive during the update"
@@ -123,7 +123,7 @@ def test_an_update_runs_on_while_another_pool_generates(actor: RoleProxy, rollou
 
 
 def test_waiting_for_one_pool_does_not_keep_another_from_working(actor: RoleProxy, critic: RoleProxy) -> None:
-    slow = critic.write_down(1, 0.8)
+    slow = critic.write_down(1, 2.0)
     queue = [actor.write_down(number, 0.1) for number in range(5)]
     slow.get()
     assert all(future.done() for future in queue)
