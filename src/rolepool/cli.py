@@ -183,7 +183,9 @@ def demo(arguments: list[str]) -> None:
 
 def compare(arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe under each placement written after `--`."""
-    parser = Parser("rolepool compare", compare.__doc__, words="RUN or key=value")
+    parser = Parser("rolepool compare", compare.__doc__)
+    words_help = "run folders; with --run, overrides for every placement"
+    parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
     parser.usage = (
         "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
         "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"

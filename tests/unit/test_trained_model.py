@@ -12,18 +12,22 @@ from rolepool.errors import RolepoolError
 from rolepool.models.training import TrainedModel
 
 
-@pytest.fixture
-def trained() -> TrainedModel:
+def in_training(model: nn.Module, *, checkpointing: bool) -> TrainedModel:
     keys = load_config([], []).config.critic
     return TrainedModel(
-        nn.Linear(2, 1),
+        model,
         device="cpu",
         optim=keys.optim,
         fsdp=keys.model.fsdp_config,
         grad_clip=1.0,
         num_training_steps=10,
-        checkpointing=False,
+        checkpointing=checkpointing,
     )
+
+
+@pytest.fixture
+def trained() -> TrainedModel:
+    return in_training(nn.Linear(2, 1), checkpointing=False)
 
 
 def test_after_an_update_that_failed_its_weights_are_not_used(trained: TrainedModel) -> None:
@@ -42,17 +46,9 @@ def test_after_a_forward_pass_that_failed_the_model_goes_on(trained: TrainedMode
 
 
 def test_activations_are_kept_or_made_again_from_update_to_update() -> None:
-    keys = load_config([], []).config.critic
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
-    trained = TrainedModel(
-        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3)),  # type: ignore[no-untyped-call]
-        device="cpu",
-        optim=keys.optim,
-        fsdp=keys.model.fsdp_config,
-        grad_clip=1.0,
-        num_training_steps=10,
-        checkpointing=True,
-    )
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3))  # type: ignore[no-untyped-call]
+    trained = in_training(model, checkpointing=True)
     runs: list[str] = []
     trained.model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: runs.append("again"))
 

@@ -1,7 +1,7 @@
 """Weights in fp32 and computing in 16 bits, for a model that is whole on one device.
 
-Owns the copies: each decoder layer makes those of its weights as it runs, so that there are never all, and gradients
-come back in fp32. What sharding does for models that are spread over ranks, without its work.
+Owns the copies: each decoder layer makes those of its weights as it runs, and in training may keep them for its
+backward pass. Gradients come back in fp32. What sharding does for models that are spread over ranks, without its work.
 """
 
 from __future__ import annotations

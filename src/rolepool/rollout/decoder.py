@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rolepool.errors import RolepoolError
+from rolepool.models.packing import on_device
 from rolepool.rollout import gpu
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
@@ -166,7 +167,7 @@ class Decoder:
         slots = torch.tensor([piece.slot for piece in pieces]).repeat_interleave(counts)
         positions = gpu.tensor_of(range(piece.start, piece.start + piece.num_tokens) for piece in pieces)
         slots_t, positions_t, last = (
-            gpu.to_device(host, tokens_t.device) for host in (slots, positions, counts.cumsum(0) - 1)
+            on_device(host, tokens_t.device) for host in (slots, positions, counts.cumsum(0) - 1)
         )
         is_flash = self._can_flash(cache.shape) and all(piece.start == 0 for piece in pieces)
         attention = self._flash_attention(pieces) if is_flash else self._prefill_attention(weights, cache, pieces)
@@ -259,7 +260,7 @@ class Decoder:
     def _flash_attention(self, pieces: list[Piece]) -> Attention:
         """Whole prompts, packed: nothing is padded, and no keys are repeated."""
         ends = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
-        ends_n = gpu.to_device(ends.int(), self.device)
+        ends_n = on_device(ends.int(), self.device)
         longest = max(piece.num_tokens for piece in pieces)
 
         def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs: one for each number of rows that steps are run on, captured once and replayed. And how
-numbers of the host come to a GPU that has work to do.
+"""Decode steps as CUDA graphs: one for each number of rows that steps are run on, captured once and replayed. And
+numbers of the host as tensors.
 
 Owns when a step is captured. Does not know what a step does, only that it works on tensors that stay where they are.
 """
@@ -17,11 +17,6 @@ from torch import Tensor
 def has_kernels(device: torch.device) -> bool:
     """Whether passes on `device` use the kernels of `rollout.kernels`."""
     return device.type == "cuda"
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of host memory on the device, without waiting for what the device still has to do."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def tensor_of(lists: Iterable[Iterable[float]], dtype: type[np.generic] = np.int64) -> Tensor:

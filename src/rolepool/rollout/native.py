@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.errors import DataError, RolepoolError
+from rolepool.models.packing import on_device
 from rolepool.protocol.parts import part
 from rolepool.rollout import gpu
 from rolepool.rollout.decoder import Decoder, Piece, Weights, lay_side_by_side
@@ -295,13 +296,13 @@ class _Generation:
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in passes])
         for row in range(len(prompts), len(order)):
             self._cache.copy(slots[numbers[row]], slots[row], lengths[row])
-        self._sample(slice(first, first + len(order)), final[gpu.to_device(torch.tensor(numbers), final.device)])
+        self._sample(slice(first, first + len(order)), final[on_device(torch.tensor(numbers), final.device)])
 
     def _prefill(self, prompts: Sequence[Sequence[int]], pieces: list[Piece], slots: Sequence[int]) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this pass."""
         tokens = gpu.tensor_of(prompts[number][start : start + count] for number, start, count in pieces)
         placed = [piece._replace(slot=slots[piece.slot]) for piece in pieces]
-        tokens_t = gpu.to_device(tokens, self._decoder.device)
+        tokens_t = on_device(tokens, self._decoder.device)
         final = self._decoder.prefill(self._weights, self._cache, tokens_t, placed)
         # Only the last piece of a pass may stop short of its prompt's end.
         ends_short = pieces[-1].start + pieces[-1].num_tokens < len(prompts[pieces[-1].slot])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rolepool.rollout.gpu import to_device
+from rolepool.models.packing import on_device
 from rolepool.rollout.kv_cache import SlotCache
 
 _NOBODYS = [0, -1, 0, 0, 0, 0]
@@ -104,7 +104,7 @@ class Rows:
         last_positions = [length - 1 for length in prompt_lengths]
         zeros = [0] * len(requests)
         state = torch.tensor([zeros, last_positions, zeros, list(limits), streams.tolist(), slots])
-        self._state[:, rows] = to_device(state, self._device)
+        self._state[:, rows] = on_device(state, self._device)
         self._recount()
         return slots
 
