@@ -27,7 +27,7 @@ class Critic(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_critic(self, data: DataProto) -> DataProto:
-        time.sleep(0.5)
+        time.sleep(1.0)
         return DataProto.from_dict({"values": data.batch["x"] + self.bias}, meta_info={"metrics": {"rank": self.rank}})
 
 
@@ -36,7 +36,7 @@ class Actor(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update_actor(self, data: DataProto) -> DataProto:
-        time.sleep(0.5)
+        time.sleep(1.0)
         return DataProto.from_dict({"log_probs": data.batch["x"] * 2})
 
 

@@ -59,7 +59,7 @@ def test_the_example_of_the_issue_runs_both_updates_at_once_and_hands_out_future
     critic_output = critic_output.get()
     actor_output = actor_output.get()
 
-    assert to_issue_s < 0.3, "each update takes 0.5 s"
+    assert to_issue_s < 0.8, "each update takes 1 s"
     assert torch.equal(critic_output.batch["values"], torch.arange(8.0) + 10)
     assert torch.equal(actor_output.batch["log_probs"], torch.arange(8.0) * 2)
     assert critic_output.meta_info["metrics"] == {"rank": [0, 1, 2, 3]}, "a list of each rank's"
@@ -169,7 +169,7 @@ def test_blocking_is_a_default_that_a_proxy_and_a_call_override(cluster: Cluster
 def test_a_role_that_is_made_without_waiting_takes_calls_at_once(cluster: Cluster) -> None:
     class Slow(Worker):
         def __init__(self) -> None:
-            time.sleep(1)
+            time.sleep(3)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def ready_ranks(self) -> int:
@@ -178,7 +178,7 @@ def test_a_role_that_is_made_without_waiting_takes_calls_at_once(cluster: Cluste
     begin = time.monotonic()
     proxy = cluster.groups["four"].add_role("slow to start", Slow, blocking=False)
     future = proxy.ready_ranks(blocking=False)
-    assert time.monotonic() - begin < 0.6
+    assert time.monotonic() - begin < 2.5
     assert future.get() == [0, 1, 2, 3]
     assert proxy.ready.get() is None
 

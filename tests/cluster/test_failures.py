@@ -137,10 +137,10 @@ def test_an_exception_while_a_role_is_made_names_role_and_rank(cluster: Cluster,
 
 
 def test_a_wait_that_runs_out_names_the_call_and_the_call_goes_on(healthy: RoleProxy) -> None:
-    future = healthy.work(1.0)
+    future = healthy.work(2.5)
     begin = time.monotonic()
     error = error_of(lambda: future.get(timeout_s=0.3))
-    assert 0.3 <= time.monotonic() - begin < 0.9
+    assert 0.3 <= time.monotonic() - begin < 2
     assert str(error) == "fragile.work on healthy has not ended after 0.3 s"
     assert future.get() == [0, 1]
 

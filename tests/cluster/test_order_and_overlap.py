@@ -82,15 +82,15 @@ def test_roles_of_a_pool_take_turns_in_the_order_of_their_calls(cluster: Cluster
 
 
 def test_calls_on_two_pools_overlap(actor: RoleProxy, critic: RoleProxy) -> None:
-    in_actor = [actor.add(batch_of(4), 1, seconds=0.5), actor.add(batch_of(4), 1, seconds=0.5)]
-    in_critic = [critic.add(batch_of(4), 1, seconds=0.4), critic.add(batch_of(4), 1, seconds=0.4)]
+    in_actor = [actor.add(batch_of(4), 1, seconds=1.0), actor.add(batch_of(4), 1, seconds=1.0)]
+    in_critic = [critic.add(batch_of(4), 1, seconds=0.8), critic.add(batch_of(4), 1, seconds=0.8)]
     actor_spans = [span for future in in_actor for span in future.spans()]
     critic_spans = [span for future in in_critic for span in future.spans()]
 
     longer_s = max(extent_s(actor_spans), extent_s(critic_spans))
     assert extent_s(actor_spans + critic_spans) <= OVERHEAD * longer_s
-    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * 1.0, "twice 0.5 s in the one, twice 0.4 s in the other"
-    assert overlap_s(actor_spans, critic_spans) >= 0.7
+    assert extent_s(actor_spans + critic_spans) <= OVERHEAD * 2.0, "twice 1 s in the one, twice 0.8 s in the other"
+    assert overlap_s(actor_spans, critic_spans) >= 1.4
 
 
 def test_a_chain_over_three_pools_is_issued_before_its_first_call_ends(
@@ -104,7 +104,7 @@ def test_a_chain_over_three_pools_is_issued_before_its_first_call_ends(
     assert not generated.done()
 
     assert updated.get().batch["x"].tolist() == [(i + 1) * 10 + 3 for i in range(5)]
-    assert issued - begin < 0.3
+    assert issued - begin < 0.8
     spans = [future.spans() for future in (generated, valued, updated)]
     assert issued < spans[0][0].end_s
     assert all(span.queued_s <= issued for chained in spans for span in chained), "all three were queued by then"
