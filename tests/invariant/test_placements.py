@@ -25,7 +25,7 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture
-from rolepool.trainer.advantages import Estimator, repeated
+from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
 
@@ -146,6 +146,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
             course.metrics.append(
                 {
                     **step.estimated.metrics,
+                    **describe(step.estimated, step.entropies.get().batch["entropys"]),
                     **{f"{i}/{key}": v for i, row in enumerate(updates) for key, v in row.items()},
                 }
             )

@@ -552,6 +552,7 @@ def test_in_one_pool_only_a_rule_reward_overlaps() -> None:
 
 
 UPDATES = (("update_critic", "update_actor"), ("update_critic", "update_weights"), ("update_critic", "next_gen"))
+WITH_KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
 
 
 def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
@@ -559,6 +560,7 @@ def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
         ("reward", "values"),
         ("reward", "old_log_prob"),
         ("values", "old_log_prob"),
+        ("update_critic", "old_log_prob"),
         *UPDATES,
     )
     assert plan_of(f"placement.strategy=split {WITH_REFERENCE} {WITH_REWARD_MODEL}").overlaps == (
@@ -566,8 +568,15 @@ def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
         ("reward", "ref"),
         ("values", "old_log_prob"),
         ("values", "ref"),
+        ("update_critic", "old_log_prob"),
+        ("update_critic", "ref"),
         *UPDATES,
     )
+
+
+def test_where_the_reward_needs_log_probs_the_critics_update_does() -> None:
+    overlaps = plan_of(f"placement.strategy=split {WITH_KL_IN_REWARD}").overlaps
+    assert [pair for pair in overlaps if "update_critic" in pair] == list(UPDATES)
 
 
 def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() -> None:

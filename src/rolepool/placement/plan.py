@@ -29,10 +29,12 @@ ROLES_AT_WORK = {
 }
 INDEPENDENT = (
     *combinations(("reward", "values", "old_log_prob", "ref"), 2),
-    *(("update_critic", operation) for operation in ("update_actor", "update_weights", "next_gen")),
+    *(("update_critic", other) for other in ("old_log_prob", "ref", "update_actor", "update_weights", "next_gen")),
 )
 """Operations of a PPO step that need nothing of each other. All scoring needs the rollouts only; the critic's update
-need not be waited for until the next step's values."""
+needs rewards and values, and need not be waited for until the next step's values."""
+NEED_KL = (("update_critic", "old_log_prob"), ("update_critic", "ref"))
+"""Of those, the ones that are not where the reward has a KL penalty."""
 
 
 class PlannedPool(BaseModel):
@@ -89,7 +91,14 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
     _, left_out = needed_roles(config)
-    return place(manager, inventory, device=config.trainer.device, left_out=left_out, mps=config.placement.mps)
+    return place(
+        manager,
+        inventory,
+        device=config.trainer.device,
+        left_out=left_out,
+        mps=config.placement.mps,
+        kl_in_reward=config.algorithm.use_kl_in_reward,
+    )
 
 
 def place(
@@ -99,6 +108,7 @@ def place(
     device: str = "auto",
     left_out: dict[Role, str] | None = None,
     mps: bool = False,
+    kl_in_reward: bool = False,
 ) -> Plan:
     """Put pools and roles that are written out on the nodes there are."""
     slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
@@ -117,12 +127,12 @@ def place(
         pools=pools,
         roles=manager.roles,
         left_out=left_out or {},
-        overlaps=overlapping_operations(manager.roles),
+        overlaps=overlapping_operations(manager.roles, kl_in_reward=kl_in_reward),
         mps=mps,
     )
 
 
-def overlapping_operations(roles: Mapping[Role, str]) -> tuple[tuple[str, str], ...]:
+def overlapping_operations(roles: Mapping[Role, str], *, kl_in_reward: bool) -> tuple[tuple[str, str], ...]:
     """The pairs of independent operations that run in different pools, and so at the same time."""
     homes = {Role.RewardModel: None, **roles}  # a rule reward runs on CPUs, beside all pools
     places = {
@@ -133,5 +143,8 @@ def overlapping_operations(roles: Mapping[Role, str]) -> tuple[tuple[str, str], 
     return tuple(
         (one, other)
         for one, other in INDEPENDENT
-        if one in places and other in places and places[one].isdisjoint(places[other])
+        if not (kl_in_reward and (one, other) in NEED_KL)
+        and one in places
+        and other in places
+        and places[one].isdisjoint(places[other])
     )

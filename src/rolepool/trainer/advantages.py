@@ -1,7 +1,8 @@
 """Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe them.
 
 The only place where the driver waits in a step. It fetches what advantages need, a few numbers per token, and leaves
-the rest where it is.
+the rest where it is: where the reward has no KL penalty, log-probs may still be computed while the critic's update
+starts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from rolepool.protocol import DataProto, DataProtoFuture
 
 @dataclass(frozen=True)
 class Estimated:
-    """What updates need beside the rollouts, the rows' lengths in tokens, and metrics."""
+    """What updates need beside what was computed by roles, and what it was estimated from."""
 
     batch: DataProto
-    lengths: list[int]
+    masks: DataProto
+    scored: DataProto
+    values: Tensor | None
     metrics: dict[str, float]
     span: Span
     """Of the driver's own work, the waiting not included."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each row in tokens."""
+        return self.masks.batch["attention_mask"].sum(dim=1).tolist()  # type: ignore[no-any-return]
 
 
 class Estimator:
@@ -55,26 +63,26 @@ class Estimator:
         ref: DataProtoFuture | None,
         baselines: DataProtoFuture | None,
     ) -> Estimated:
-        rows = rollouts.get(keys=["response_mask", "attention_mask"]).batch
+        masks = rollouts.get(keys=["response_mask", "attention_mask"])
         scored = scores.get()
         tensors: dict[str, Tensor] = {"token_level_scores": scored.batch["token_level_scores"]}
-        for future in (old, values, ref):
+        of_tokens = (values, old, ref) if self.keys.use_kl_in_reward else (values,)
+        for future in of_tokens:
             tensors.update(future.get().batch.items() if future is not None else ())
         of_greedy = baselines.get().batch["token_level_scores"].sum(dim=1) if baselines is not None else None
-        given = (rollouts, scores, old, values, ref, baselines)
+        given = (rollouts, scores, *of_tokens, baselines)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
-            lengths = rows["attention_mask"].sum(dim=1).tolist()
-            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, rows["response_mask"], of_greedy)
-            metrics.update(describe(tensors, rows["response_mask"], rows["attention_mask"], scored))
-        return Estimated(DataProto.from_dict(tensors), lengths, metrics, ended())
+            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, masks.batch["response_mask"], of_greedy)
+        made = {key: tensors[key] for key in ("token_level_scores", "token_level_rewards", "advantages", "returns")}
+        return Estimated(DataProto.from_dict(made), masks, scored, tensors.get("values"), metrics, ended())
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
     ) -> dict[str, float]:
         """Add token_level_rewards, advantages and returns to the tensors."""
         keys, metrics = self.keys, dict[str, float]()
-        rewards = tensors["token_level_scores"].to(tensors["old_log_probs"].dtype)
+        rewards = tensors["token_level_scores"]
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
             rewards, current_kl = apply_kl_penalty(
@@ -98,8 +106,10 @@ class Estimator:
         return metrics
 
 
-def describe(tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, scored: DataProto) -> dict[str, float]:
+def describe(estimated: Estimated, entropies: Tensor) -> dict[str, float]:
     """Score, reward, advantage, return, value and length metrics of the batch."""
+    tensors, values = estimated.batch.batch, estimated.values
+    mask, attention_mask = (estimated.masks.batch[name] for name in ("response_mask", "attention_mask"))
     response = mask.sum(dim=1).float()
     columns = {
         "critic/score": tensors["token_level_scores"].sum(dim=1),
@@ -109,11 +119,10 @@ def describe(tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, s
         "response_length": response,
         "prompt_length": attention_mask.sum(dim=1).float() - response,
     }
-    metrics = {"actor/entropy": float(masked_mean(tensors["entropys"], mask))}
-    if "values" in tensors:
-        columns["critic/values"] = tensors["values"][mask.bool()]
-        explained = compute_explained_variance(tensors["returns"], tensors["values"], mask)
-        metrics["critic/vf_explained_var"] = float(explained)
+    metrics = {"actor/entropy": float(masked_mean(entropies, mask))}
+    if values is not None:
+        columns["critic/values"] = values[mask.bool()]
+        metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
     for name, column in columns.items():
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
@@ -121,7 +130,7 @@ def describe(tensors: dict[str, Tensor], mask: Tensor, attention_mask: Tensor, s
     limits = {"response_length": mask.shape[1], "prompt_length": attention_mask.shape[1] - mask.shape[1]}
     for name, limit in limits.items():
         metrics[f"{name}/clip_ratio"] = float((columns[name] >= limit).float().mean())
-    for name, array in scored.non_tensor_batch.items():
+    for name, array in estimated.scored.non_tensor_batch.items():
         metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
     metrics["perf/total_num_tokens"] = float(attention_mask.sum())
     return metrics

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rolepool.metrics.analysis import Recorded, operation_times, step_metrics
 from rolepool.placement import Plan
+from rolepool.trainer.advantages import describe
 from rolepool.trainer.step import StepCalls
 
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
@@ -25,7 +26,12 @@ def step_row(
 
     `around` are the spans before and after it, which explain what its first and last calls waited for.
     """
-    metrics = {"training/global_step": float(step.number), **_update_metrics(step), **step.estimated.metrics}
+    metrics = {
+        "training/global_step": float(step.number),
+        **_update_metrics(step),
+        **step.estimated.metrics,
+        **describe(step.estimated, step.entropies.get().batch["entropys"]),
+    }
     times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)
     end_s = next_start_s or max(span.end_s for _, _, span in recorded)

@@ -29,6 +29,8 @@ class StepCalls:
     number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
+    entropies: DataProtoFuture
+    """Of the policy that generated, as `entropys`."""
 
 
 def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
@@ -42,15 +44,15 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
 
     estimated = estimator.estimate(prompts, rollouts, scores, values, old, ref, baselines)  # the driver waits here
     batch = rollouts.union(estimated.batch)
-
     critic_updates, actor_updates, synced = [], [], []
-    if roles.critic:
+    if roles.critic and values is not None:
         for order, is_last in update_orders(config, config.critic, estimated.lengths, roles.critic.dp_size, number):
-            critic_updates.append(roles.critic.update_critic(batch.reorder(order), ends_step=is_last))
+            critic_updates.append(roles.critic.update_critic(batch.union(values).reorder(order), ends_step=is_last))
     if number > config.trainer.critic_warmup:
+        scored = batch.union(old) if ref is None else batch.union(old).union(ref)
         actor_keys = config.actor_rollout_ref.actor
         for order, is_last in update_orders(config, actor_keys, estimated.lengths, roles.actor.dp_size, number):
-            actor_updates.append(roles.actor.update_actor(batch.reorder(order), ends_step=is_last))
+            actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         synced = roles.sync_weights(number)
 
     calls = {
@@ -64,7 +66,7 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
         "update_weights": synced,
     }
     made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
-    return StepCalls(number, made, estimated)
+    return StepCalls(number, made, estimated, old.select(["entropys"]))
 
 
 def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
