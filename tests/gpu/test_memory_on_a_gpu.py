@@ -144,6 +144,7 @@ def four_layers(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
             "reward_model.enable=true",
             f"reward_model.model.path={folder}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+            "critic.model.enable_gradient_checkpointing=false",
             "algorithm.use_kl_in_reward=true",
             "actor_rollout_ref.rollout.ignore_eos=true",
             f"data.train_batch_size={SEQUENCES}",

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rolepool.algorithm import entropy_from_logits, logprobs_from_logits
 from rolepool.errors import ConfigError, RolepoolError
-from rolepool.models.forward import response_log_probs
-from rolepool.models.loading import load_policy
+from rolepool.models.forward import response_log_probs, response_values
+from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import Packing
 
 torch.set_num_threads(1)
@@ -110,6 +110,14 @@ def test_what_is_packed_comes_from_the_mask() -> None:
     assert packing.before_responses.tolist() == [5, 6, 7, 8, 9, 11, 12, 20, 21, 22, 23]
     assert packing.responses.tolist() == [0, 1, 2, 3, 4, 5, 6, 20, 21, 22, 23]
     assert len(packing.tokens) == 25
+
+
+def test_values_of_a_model_in_16_bits_are_in_32(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    for packed, dtype in ((True, torch.float16), (False, torch.float16), (False, torch.float64)):
+        model = load_critic(path, dtype=dtype, trust_remote_code=False, packed=packed)
+        values = response_values(model, ragged(), packed=packed)
+        assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def test_a_model_for_packed_passes_refuses_rows_whose_sequences_it_is_not_told(tmp_path: Path) -> None:

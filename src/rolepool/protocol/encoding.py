@@ -24,6 +24,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,8 @@ class _PrivateMapping(mmap.mmap):
 _living: weakref.WeakSet[_PrivateMapping] = weakref.WeakSet()
 _known_paths: dict[tuple[int, int], str | None] = {}  # where a file can be opened, if anywhere
 
+_SHARED_LINE = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*)", re.MULTILINE)
+"""Of /proc/self/maps, which has thousands of lines in a process that uses CUDA: a shared mapping of a file."""
 _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memory
 
 
@@ -225,17 +228,13 @@ def _memory_at(address: int, num_bytes: int, known: Iterable[_SharedMemory]) -> 
         if memory.start <= address and address + num_bytes <= memory.end:
             return memory
     try:
-        lines = Path("/proc/self/maps").read_bytes().splitlines()
+        maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return None
-    for line in lines:
-        span, mode, offset, device, inode, *_ = line.split(maxsplit=5)
-        start, end = (int(part, 16) for part in span.split(b"-"))
-        if start <= address < end:
-            is_shared = mode.endswith(b"s") and inode != b"0" and address + num_bytes <= end
-            major, minor = (int(part, 16) for part in device.split(b":"))
-            file = os.makedev(major, minor), int(inode)
-            return _SharedMemory(start, end, int(offset, 16), file) if is_shared else None
+    for line in _SHARED_LINE.finditer(maps):
+        start, end, offset, major, minor = (int(part, 16) for part in line.groups()[:5])
+        if start <= address and address + num_bytes <= end:
+            return _SharedMemory(start, end, offset, (os.makedev(major, minor), int(line[6])))
     return None
 
 

@@ -84,12 +84,18 @@ class Actor(TrainedRole):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def weight_names(self) -> list[str]:
-        return list(self.trained.model.state_dict())
+        """Of tied weights the first."""
+        names: dict[int, str] = {}
+        for name, weight in self.trained.model.state_dict(keep_vars=True).items():
+            names.setdefault(id(weight), name)
+        return list(names.values())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, names: list[str]) -> DataProto:
-        """Some weights, whole, as a batch of one row from rank 0 and of none from the others."""
+        """Some weights, whole, as a batch of one row from rank 0 and of none from the others; as rollouts hold them,
+        which on GPUs is in 16 bits."""
+        dtype = None if self.device == "cpu" else torch.bfloat16
         with self.trained.on_device(training=False) as model:
             whole = whole_parameters(model, set(names))
-            rows = {name: tensor.detach().cpu().unsqueeze(0) for name, tensor in whole}
+            rows = {name: tensor.detach().to(dtype=dtype).cpu().unsqueeze(0) for name, tensor in whole}
         return DataProto.from_dict({name: row if self.rank == 0 else row[:0] for name, row in rows.items()})

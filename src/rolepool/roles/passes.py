@@ -92,9 +92,10 @@ class Passes:
 
 
 def rows_that_fit(num_rows: int, width: int, bytes_of_pass: BytesOfPass, free: int | None) -> int:
-    """The most rows of a pass that fit into what is free, where that is known; at least one."""
+    """Rows of passes that fit into what is free, where that is known, and are about as large as each other."""
     fitting = max(1, min(num_rows, MOST_TOKENS // width))
     if free is not None:
         while fitting > 1 and bytes_of_pass(fitting, width) > USABLE * free:
             fitting -= 1
-    return fitting
+    count = max(1, -(-num_rows // fitting))
+    return max(1, -(-num_rows // count))

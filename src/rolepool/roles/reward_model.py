@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.models.frozen import FrozenModel
 from rolepool.models.loading import load_reward_model
-from rolepool.models.packing import Batch
+from rolepool.models.packing import Batch, on_device
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.model_role import INPUTS, ModelRole
@@ -43,13 +43,17 @@ class RewardModel(ModelRole):
 
     def _score(self, model: nn.Module, part: Batch) -> Tensor:
         """Rows are moved to the left edge: a classifier takes the last token that is not padding for the end."""
-        mask = part["attention_mask"].bool()
-        longest = int(mask.sum(dim=1).max())
+        mask, device = part["attention_mask"].bool(), part["input_ids"].device
+        lengths = mask.sum(dim=1)
+        longest = int(lengths.max())
         limit = min(longest, self.keys.max_length or longest)
-        ids = part["input_ids"].new_full((len(mask), limit), self.pad_token_id)
-        kept = torch.zeros_like(ids)
-        for row, (tokens, real) in enumerate(zip(part["input_ids"], mask, strict=True)):
-            text = tokens[real][-limit:]
-            ids[row, : len(text)], kept[row, : len(text)] = text, 1
-        scores: Tensor = model(input_ids=ids, attention_mask=kept, use_cache=False).logits[:, 0]
+        place_from_end = mask.flip(1).cumsum(dim=1).flip(1)
+        is_kept = mask & (place_from_end <= limit)
+        is_there = torch.arange(limit) < lengths[:, None]
+        # The same tokens in the same order: of the rows as they are, and at their left edge.
+        sources, targets = (on_device(where.flatten().nonzero().flatten(), device) for where in (is_kept, is_there))
+        ids = part["input_ids"].new_full((is_there.numel(),), self.pad_token_id)
+        ids = ids.index_copy(0, targets, part["input_ids"].flatten()[sources]).view(is_there.shape)
+        attention_mask = on_device(is_there.long(), device)
+        scores: Tensor = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits[:, 0]
         return scores

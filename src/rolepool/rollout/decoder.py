@@ -158,7 +158,7 @@ class Decoder:
 
     def find(self, cache: SlotCache) -> None:
         """Tell the kernels where the cache of the next passes is, in a tensor that stays where it is."""
-        place = torch.tensor(cache.place, device=self.device)
+        place = on_device(torch.tensor(cache.place), self.device)
         self._place = place if self._place is None else self._place.copy_(place)
 
     def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
