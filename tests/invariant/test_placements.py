@@ -173,7 +173,19 @@ IN_EVERY_RUN = ("rollout alone",)
     ],
 )
 def test_a_run_is_the_same_under_every_placement(name: str, demo: Demo, one_rank: Course) -> None:
-    other = run(demo, PLACEMENTS[name])
+    assert_same(one_rank, run(demo, PLACEMENTS[name]))
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_where_the_critics_update_does_not_wait_for_log_probs(demo: Demo) -> None:
+    without_penalty = "algorithm.use_kl_in_reward=false"
+    in_order, apart = (
+        run(demo, [*PLACEMENTS[name], without_penalty]) for name in ("standard, 1 rank", "split, 1 and 1")
+    )
+    assert_same(in_order, apart)
+
+
+def assert_same(one_rank: Course, other: Course) -> None:
     num_different = one_rank.tokens_that_differ(other)
     assert num_different == 0, f"{num_different} sampled tokens differ"
     for mine, theirs in zip(one_rank.advantages, other.advantages, strict=True):
