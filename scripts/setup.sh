@@ -1,4 +1,4 @@
-# Sourced by demo.sh, demo_split.sh and test.sh: makes sure that .venv holds exactly what is pinned.
+# Sourced by the shell scripts of the root: makes sure that .venv holds exactly what is pinned.
 #
 # A stamp is written into .venv as the very last act of an install. It names the pinned files, the Python and the
 # place; where it is missing or differs, .venv is made anew, so an install that failed or was interrupted cannot

@@ -191,7 +191,7 @@ def compare(arguments: list[str]) -> int | None:
         "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
     )
     parser.add_argument("--run", metavar="RECIPE", help="train this recipe under each placement first")
-    parser.add_argument("--output-dir", metavar="DIR", help="where pictures and page go; default: beside the first run")
+    parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` beside the first run")
     parser.add_argument("--force", action="store_true", help="compare runs although their work differs")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_intermixed_args(arguments[:cut])

@@ -170,7 +170,7 @@ def test_two_runs_share_a_cluster_and_gpus_that_become_free_in_time_are_taken(co
 
 
 def test_cuda_that_is_asked_for_and_not_there_is_an_error_of_the_worker(connected: None) -> None:
-    with pytest.raises(WorkerError, match=r"trainer\.device=cuda: torch sees no CUDA device"):
+    with pytest.raises(WorkerError, match=r"^trainer\.device=cuda: torch sees no CUDA device"):
         Cluster(plan_of({"gpu": [1]}, GPUS, device="cuda"))
 
 

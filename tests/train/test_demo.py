@@ -90,7 +90,9 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
 @pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, tmp_path: Path) -> None:
     keys = small_keys(demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000")
-    if presses == 2:  # time for the second within the step of the first
+    if presses == 1:
+        keys.append("trainer.resume_mode=disable")
+    else:  # time for the second within the step of the first
         slow = tmp_path / "slow.py"
         slow.write_text("import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n")
         keys.append(f"custom_reward_function.path={slow}")
@@ -110,7 +112,8 @@ def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, 
     assert "Traceback" not in output
     last = json.loads(rows.read_text().splitlines()[-1])["step"]
     if presses == 1:
-        assert f"interrupted: step {last} was finished and saved" in output
+        how = "the same command with trainer.resume_mode=auto goes on from there"
+        assert f"interrupted: step {last} was finished and saved; {how}" in output
         assert (tmp_path / "checkpoints" / f"step_{last:06d}" / "trainer.json").exists()
     else:
         assert "was dropped; there is no checkpoint" in output

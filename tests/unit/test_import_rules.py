@@ -14,7 +14,7 @@ import pytest
 PACKAGE = "rolepool"
 HEAVY = ("torch", "ray", "transformers", "matplotlib")
 
-# The order of ARCHITECTURE.md: each part may import those of earlier lines.
+# The order of docs/architecture.md: each part may import those of earlier lines.
 ORDER = [
     {"errors"},
     {"config"},

@@ -18,10 +18,10 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from rolepool.cluster.calls import Call, fetch_columns, pack_argument, sources_of, unpack_reply
-from rolepool.cluster.launch import Process
+from rolepool.cluster.launch import Process, cause_of
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
@@ -351,13 +351,6 @@ class PendingCall:
 
 
 # Ray's errors
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What a worker raised, out of the wrappings that Ray adds each time it is passed on."""
-    while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
-        error = error.cause
-    return error
 
 
 def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:

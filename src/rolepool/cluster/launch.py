@@ -216,7 +216,17 @@ def _await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
         try:
             yield ray.get(ready[0])
         except RayError as error:
-            raise WorkerError(f"{who} could not {what}: {error}", pool=pool) from None
+            cause = cause_of(error)
+            if isinstance(cause, WorkerError):
+                raise cause from None
+            raise WorkerError(f"{who} could not {what}: {cause}", pool=pool) from None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a worker raised, out of the wrappings that Ray adds each time it is passed on."""
+    while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
+        error = error.cause
+    return error
 
 
 def _match(

@@ -265,10 +265,22 @@ def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
     target[leaf] = source[leaf]
 
 
+_WORDS = {
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "Field required": "is missing",
+    "Extra inputs are not permitted": "is not known here",
+}
+"""pydantic's, and those that all our errors use."""
+
+
 def _sentence(item: Any) -> str:
     """One pydantic error as key, value and what is allowed."""
     path, leaf = ".".join(str(part) for part in item["loc"] if part != "[key]"), _leaf_of(item["loc"])
-    allowed = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    allowed = item["msg"].removeprefix("Value error, ")
+    for theirs, ours in _WORDS.items():
+        allowed = allowed.replace(theirs, ours)
     if path == leaf and item["type"] not in ("value_error", "finite_number", "less_than_equal"):
         allowed = f"must be {all_keys()[path].type_text}"
     allowed += "; put it in quotes" if item["type"] == "string_type" else ""

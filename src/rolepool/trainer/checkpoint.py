@@ -47,10 +47,15 @@ class Checkpoints:
     def are_on(self) -> bool:
         return self._keys.save_freq > 0
 
+    @property
+    def newest(self) -> Path | None:
+        """The last whole one in the folder, whether it is to be gone on from or not."""
+        return newest_checkpoint(self._folder.path, self._parts)
+
     def find(self) -> Path | None:
         """The checkpoint to go on from; None starts anew."""
         if self._keys.resume_mode == "auto":
-            return newest_checkpoint(self._folder.path, self._parts)
+            return self.newest
         if self._keys.resume_mode == "disable":
             return None
         path = Path(self._keys.resume_from_path or "")

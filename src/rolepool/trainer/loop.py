@@ -144,17 +144,19 @@ class Trainer:
             self._validate(roles, self.start_step)
         if keys.val_only:
             return
+        how = "" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto"
         unfinished: StepCalls | None = None
         for number in range(self.start_step + 1, self.num_steps + 1):
             try:
                 unfinished = self._step(roles, number, unfinished)
             except KeyboardInterrupt:
-                saved = self.checkpoints.find()
+                saved = self.checkpoints.newest
                 last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
                 raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
             if self.interrupt.asked and unfinished is None and number < self.num_steps:
-                is_saved = self.saved_step == number
-                after = "saved; the same command goes on from there" if is_saved else "not saved (trainer.save_freq=-1)"
+                after = f"saved; the same command{how} goes on from there"
+                if self.saved_step != number:
+                    after = "not saved (trainer.save_freq=-1)"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
