@@ -58,7 +58,7 @@ def test_log_probs_are_waited_for_only_where_the_reward_has_a_kl_penalty(with_pe
     assert ("actor/reward_kl_penalty" in result.metrics) == with_penalty
 
 
-def test_a_batch_is_described_after_its_updates_are_queued(tmp_path: Path) -> None:
+def test_a_batch_is_described_by_what_was_estimated_and_its_entropies(tmp_path: Path) -> None:
     result, futures = estimated(tmp_path)
     metrics = describe(result, futures["old"].get().batch["entropys"])
     assert metrics["actor/entropy"] == pytest.approx(5.5)

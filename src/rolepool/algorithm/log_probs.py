@@ -19,12 +19,12 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """log p(label) = z_label - logsumexp(z). logits are [..., vocabulary], labels [...] with ids inside it."""
-    return torch.log_softmax(_precise(logits), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(precise(logits), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """H = -sum_v p_v log p_v; a logit of -inf adds 0."""
-    log_p = torch.log_softmax(_precise(logits), dim=-1)
+    log_p = torch.log_softmax(precise(logits), dim=-1)
     return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
 
 
@@ -101,14 +101,14 @@ def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -
     log p(label) = z_label - m - log s, and H = log s - sum_v e^(z_v - m) (z_v - m) / s; a logit of -inf adds 0.
     """
     logits = hidden @ weight.T
-    z = _precise(logits) * (1 / temperature)
+    z = precise(logits) * (1 / temperature)
     largest = z.amax(dim=-1)
     below = z - largest.unsqueeze(-1)
     weights = below.exp()
     total = weights.sum(dim=-1)
     log_total = total.log()
     chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    log_probs = _precise(chosen) * (1 / temperature) - largest - log_total
+    log_probs = precise(chosen) * (1 / temperature) - largest - log_total
     weighted = torch.where(weights == 0, 0, weights * below).sum(dim=-1)
     return largest + log_total, log_probs, log_total - weighted / total
 
@@ -125,7 +125,7 @@ def _differentiate(
 ) -> Tensor:
     """Gradients of the logits: d log p(label) / dz_v = [v = label] - p_v and dH / dz_v = -p_v (log p_v + H)."""
     logits = hidden @ weight.T
-    log_p = _precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
+    log_p = precise(logits) * (1 / temperature) - log_sum.unsqueeze(-1)
     p = log_p.exp()
     places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
     is_label = places == labels.int().unsqueeze(-1)
@@ -148,5 +148,6 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def _precise(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def precise(numbers: Tensor) -> Tensor:
+    """Not in 16 bits, in which sums over a vocabulary or along a row would add up their rounding."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

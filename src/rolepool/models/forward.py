@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.algorithm import LinearLogProbs
+from rolepool.algorithm.log_probs import precise
 from rolepool.models.attention import packed_arguments
 from rolepool.models.compiling import compiled_for_weight
 from rolepool.models.packing import Batch, Packing, on_device
@@ -55,9 +56,9 @@ def response_values(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
     if packed:
         packing = Packing.of(batch["attention_mask"], length, batch["responses"].device)
         of_tokens: Tensor = model(**_packed_inputs(batch, packing)).logits[0, :, 0]
-        return _spread(_in_full(of_tokens[packing.before_responses]), packing, batch["responses"])
+        return _spread(precise(of_tokens[packing.before_responses]), packing, batch["responses"])
     values: Tensor = model(**_padded_inputs(batch)).logits[:, -length - 1 : -1, 0]
-    return _in_full(values) * _response_mask(batch)
+    return precise(values) * _response_mask(batch)
 
 
 def add_token_scores(model: nn.Module) -> nn.Module:
@@ -77,11 +78,6 @@ def _token_scores(
 @cache
 def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
     return LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
-
-
-def _in_full(numbers: Tensor) -> Tensor:
-    """Not in 16 bits, in which the discounted values of a row would add up their rounding."""
-    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def _response_mask(batch: Batch) -> Tensor:

@@ -33,8 +33,8 @@ INDEPENDENT = (
 )
 """Operations of a PPO step that need nothing of each other. All scoring needs the rollouts only; the critic's update
 needs rewards and values, and need not be waited for until the next step's values."""
-NEED_KL = (("update_critic", "old_log_prob"), ("update_critic", "ref"))
-"""Of those, the ones that are not where the reward has a KL penalty."""
+NOT_WITH_PENALTY = (("update_critic", "old_log_prob"), ("update_critic", "ref"))
+"""Of those, the ones that do need each other where the reward has a KL penalty."""
 
 
 class PlannedPool(BaseModel):
@@ -143,7 +143,7 @@ def overlapping_operations(roles: Mapping[Role, str], *, kl_in_reward: bool) -> 
     return tuple(
         (one, other)
         for one, other in INDEPENDENT
-        if not (kl_in_reward and (one, other) in NEED_KL)
+        if not (kl_in_reward and (one, other) in NOT_WITH_PENALTY)
         and one in places
         and other in places
         and places[one].isdisjoint(places[other])

@@ -144,7 +144,6 @@ class Trainer:
             self._validate(roles, self.start_step)
         if keys.val_only:
             return
-        how = "" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto"
         unfinished: StepCalls | None = None
         for number in range(self.start_step + 1, self.num_steps + 1):
             try:
@@ -154,9 +153,9 @@ class Trainer:
                 last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
                 raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
             if self.interrupt.asked and unfinished is None and number < self.num_steps:
-                after = f"saved; the same command{how} goes on from there"
-                if self.saved_step != number:
-                    after = "not saved (trainer.save_freq=-1)"
+                command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
+                saved_it = f"saved; {command} goes on from there"
+                after = saved_it if self.saved_step == number else "not saved (trainer.save_freq=-1)"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
