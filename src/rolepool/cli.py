@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rolepool import __version__
 from rolepool.command_line import EXIT_USER, Parser, is_input, load_words, print_errors, run_program
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, explained
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,9 +123,12 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
     options = parser.parse_intermixed_args(arguments)
 
+    from safetensors import SafetensorError
+
     from rolepool.trainer.checkpoint import export_run
 
-    saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
+    with explained(f"{options.folder}: cannot be made", "name another folder", SafetensorError):
+        saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")
 
 
@@ -176,9 +179,13 @@ def demo(arguments: list[str]) -> None:
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
     options = parser.parse_intermixed_args(arguments)
 
+    from safetensors import SafetensorError
+
     from rolepool.data.demo import make_demo
 
-    print(make_demo(options.folder).folder)
+    with explained(f"{options.folder}: cannot be made", "name another folder", SafetensorError):
+        made = make_demo(options.folder)
+    print(made.folder)
 
 
 def compare(arguments: list[str]) -> int | None:
@@ -217,8 +224,10 @@ def compare(arguments: list[str]) -> int | None:
     lines = comparison.compare(runs)
     Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
-    for written in comparison.write_comparison(runs, lines, output):
-        print(written)
+    with explained(f"--output-dir {output}: cannot be written", "name another folder"):
+        written = comparison.write_comparison(runs, lines, output)
+    for path in written:
+        print(path)
     return EXIT_USER if failures else None
 
 
@@ -231,7 +240,9 @@ def plot(arguments: list[str]) -> None:
 
     from rolepool.report.plots import plot_logs
 
-    for file in plot_logs(options.logs, options.output_dir):
+    with explained(f"--output-dir {options.output_dir}: cannot be written", "name another folder"):
+        written = plot_logs(options.logs, options.output_dir)
+    for file in written:
         print(file)
 
 

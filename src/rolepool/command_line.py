@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError, RolepoolError, Terminated, os_reason
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
 
-EXIT_FINE, EXIT_USER, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_FINE, EXIT_USER, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
 
 
 def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
@@ -25,18 +26,25 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
         code = program(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code or EXIT_FINE
-    except SystemExit:  # all that was wanted was help
-        return EXIT_FINE
+    except SystemExit as ended:  # all that was wanted was help; or it was Ray, which was starting
+        return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_FINE
     except RolepoolError as error:
         print_errors(error.problems)
         return EXIT_USER
     except KeyboardInterrupt as interrupt:
         print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has left; point stdout elsewhere so that the interpreter's last flush is quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return EXIT_FINE
+    except OSError as error:
+        print_errors([os_reason(error)])
+        return EXIT_USER
+
+
+def silence_stdout() -> None:
+    """For when its reader (`| head`) has left: nothing that is written from now on fails, the last flush included."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_errors(problems: Sequence[str]) -> None:

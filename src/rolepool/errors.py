@@ -1,11 +1,13 @@
 """The errors a user can cause, each of which prints as one line per problem and no traceback.
 
-Owns the exception types. They are picklable, so that they survive the trip between processes.
+Owns the exception types, and what is said of errors of the operating system. Ours are picklable, so that they survive
+the trip between processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RolepoolError(Exception):
@@ -48,3 +50,24 @@ class WorkerError(RolepoolError):
 
 class DataError(RolepoolError, ValueError):
     """A batch does not have the keys, sizes or types that an operation needs."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
+@contextmanager
+def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
+    """Have an error of the operating system in the block, or one that stands for such, say what the user can change."""
+    kinds: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{what} ({os_reason(error)}); {fix}") from error
+
+
+def os_reason(error: Exception) -> str:
+    """The file and what is wrong with it, as far as the error knows them."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__

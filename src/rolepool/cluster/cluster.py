@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -113,7 +115,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     if address is not None:
         try:
             _knock_at(address)
-            ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING)
+            _init_ray(address=address, runtime_env=environment)
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise PlacementError(
@@ -123,15 +125,22 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         return ray.shutdown
     # "local" never joins another Ray that happens to run on this machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
+    _init_ray(
         address="local",
         num_cpus=num_cpus,
         num_gpus=0 if device == "cpu" else None,
         include_dashboard=False,
         runtime_env=environment,
-        logging_level=logging.WARNING,
     )
     return ray.shutdown
+
+
+def _init_ray(**options: Any) -> None:
+    """With the handler of SIGTERM left as it was, for Ray sets one that aborts."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(logging_level=logging.WARNING, **options)
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _knock_at(address: str) -> None:

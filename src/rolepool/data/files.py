@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 
-from rolepool.errors import ConfigError, DataError
+from rolepool.errors import ConfigError, DataError, explained
 
 Row = dict[str, Any]
 
@@ -97,5 +97,6 @@ def open_rows(path: str, key: str, columns: Sequence[str]) -> JsonlRows | Parque
     if file.suffix == ".parquet":
         return ParquetRows(file, key, columns)
     if file.suffix in (".jsonl", ".json"):
-        return JsonlRows(file)
+        with explained(f"{key}={path}: cannot be read", "name a file that can be"):
+            return JsonlRows(file)
     raise ConfigError(f"{key}={path}: prompts are read from .parquet and .jsonl files, not from {file.suffix!r}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,22 @@ class RunFolder:
 
 def write_whole(path: Path, pieces: Iterable[str]) -> Path:
     """Write a whole file, or leave the old one as it was."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
-    return temporary.replace(path)
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name to write to. It becomes `path` at the end of the block; after an error in it, nothing of it is left."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def console_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import lanes, step_bounds
+from rolepool.metrics.run_folder import write_whole
 from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import distinct_names
@@ -166,9 +167,7 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     with style():
         files = save(_picture(runs, lines), folder / "comparison", "png", "svg")
-    page = folder / "comparison.html"
-    page.write_text(_page(lines, files[1].read_text(encoding="utf-8")), encoding="utf-8")
-    return [*files, page]
+    return [*files, write_whole(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
 
 
 # Numbers

@@ -20,7 +20,7 @@ import numpy as np
 
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
-from rolepool.errors import ConfigError
+from rolepool.errors import explained
 from rolepool.metrics.analysis import Timeline, lanes, step_bounds
 from rolepool.metrics.run_folder import write_whole
 from rolepool.metrics.sampling import pool_use
@@ -49,10 +49,8 @@ Bounds = Mapping[int, tuple[float, float]]
 def write_report(run: Run, path: str | Path) -> Path:
     """Write the page of a run. An older one stays until the new one is whole."""
     page = render(run)
-    try:
+    with explained(f"report {path}: cannot be written", "give another file with -o"):
         return write_whole(Path(path), [page])
-    except OSError as error:
-        raise ConfigError(f"report {path}: cannot be written ({error.strerror}); give another file with -o") from error
 
 
 def render(run: Run) -> str:

@@ -6,6 +6,7 @@ Owns the words that name placements, and the processes. Knows runs by the folder
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ def run_placements(
         raise ConfigError("compare --run: give two placements or more after `--`, such as `-- standard split`")
     _refuse_what_cannot_run(recipe, overrides, placements)
     home = _free_folder(Path("runs") / f"compare_{Path(recipe).stem}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # a `kill` or a closed terminal, unless under nohup
+            signal.signal(number, signal.default_int_handler)
     folders, failures = [], []
     for name, placement in placements.items():
         folder, log = home / name, home / f"{name}.log"
@@ -41,13 +45,28 @@ def run_placements(
         say(f"training under {name}; its output goes to {log}")
         with log.open("w", encoding="utf-8") as output:
             command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+            code = _wait_for(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0))
         if code == 0:
             folders.append(folder)
         else:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_OF_FAILURE:]
             failures.append("\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last]))
     return folders, failures
+
+
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Its exit code. Ctrl-C is handed on, each of them once as the child is in a process group of its own, and raised
+    when the child has ended."""
+    interrupted = False
+    while child.returncode is None:
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+            child.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt("the run that was training has ended too")
+    return child.returncode
 
 
 def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: dict[str, list[str]]) -> None:

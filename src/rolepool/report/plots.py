@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rolepool.metrics.run_folder import whole_file
 from rolepool.report.colors import SERIES_COLORS, colors_for, in_step_order
 from rolepool.report.logs import Log, read_logs
 
@@ -69,7 +70,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
 
 def write_csv(path: Path, logs: Sequence[Log], keys: Sequence[str]) -> None:
     """One line a step; empty where a step has no such number."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", "step", *keys])
         for log in logs:
@@ -116,7 +117,9 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     """Write the figure once for each format, as `path` with that ending."""
     files = [path.parent / f"{path.name}.{ending}" for ending in formats]
     for file in files:
-        figure.savefig(file, dpi=150, facecolor="white", metadata={"Date": None} if file.suffix == ".svg" else None)
+        metadata = {"Date": None} if file.suffix == ".svg" else None
+        with whole_file(file) as temporary:
+            figure.savefig(temporary, dpi=150, facecolor="white", metadata=metadata)
     return files
 
 

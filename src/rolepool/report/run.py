@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, explained
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.spans import Span
 from rolepool.placement.plan import Plan
@@ -77,7 +77,7 @@ def _whole_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int])
         return None
     try:
         return read(file.read_bytes())
-    except (ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         skipped[file.name] = 1
         return None
 
@@ -117,7 +117,8 @@ class Lines(Generic[T]):
 
 
 def _all(lines: Lines[T], skipped: dict[str, int]) -> list[T]:
-    found = list(lines.new())
+    with explained(f"{lines.path}: cannot be read", "give a run folder whose files can be"):
+        found = list(lines.new())
     if num_skipped := lines.num_unreadable + lines.is_cut_off:
         skipped[lines.path.name] = num_skipped
     return found

@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from rolepool.errors import explained
 from rolepool.metrics.analysis import Timeline
 from rolepool.metrics.run_folder import write_whole
 from rolepool.report.run import Run
@@ -22,7 +23,8 @@ Event = dict[str, Any]
 def write_trace(run: Run, path: str | Path) -> None:
     """Write the trace of a run; whole, or not at all."""
     events = (("\n" if number == 0 else ",\n") + json.dumps(event) for number, event in enumerate(_events(run)))
-    write_whole(Path(path), chain(['{"displayTimeUnit": "ms", "traceEvents": ['], events, ["\n]}\n"]))
+    with explained(f"trace {path}: cannot be written", "give another file with -o"):
+        write_whole(Path(path), chain(['{"displayTimeUnit": "ms", "traceEvents": ['], events, ["\n]}\n"]))
 
 
 def _events(run: Run) -> Iterator[Event]:

@@ -56,9 +56,11 @@ class Watched:
             config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{folder}: has no config.yaml that can be read; give the folder of a run") from error
-        self.num_epochs = value_at(config, "trainer.total_epochs")
-        self.num_steps: int | None = value_at(config, "trainer.total_training_steps")
-        """How many steps the run will do, where the config says so, or else once an epoch is over."""
+        wanted = value_at(config, "trainer.total_training_steps")
+        self.num_steps: int | None = wanted if isinstance(wanted, int) else None
+        """How many steps the run will do, where the config says so, or else once there is a row."""
+        self.validates_only = value_at(config, "trainer.val_only") is True
+        self.has_validated = False
         self.rows = Lines(folder / "metrics.jsonl", read_row)
         self.lines = Lines(folder / "spans.jsonl", read_span, LAST_BYTES)
         self.monitor = Lines(folder / "monitor.jsonl", read_moment, LAST_BYTES)
@@ -75,8 +77,9 @@ class Watched:
                 self.step_times[step] = row["timing_s/step"]
             if "critic/score/mean" in row:
                 self.rewards[step] = row["critic/score/mean"]
-            if self.num_steps is None and row.get("training/epoch") == 1:
-                self.num_steps = (step - 1) * self.num_epochs
+            if math.isfinite(num_steps := row.get("training/num_steps", math.nan)):
+                self.num_steps = int(num_steps)
+            self.has_validated |= "timing_s/testing" in row
         self.spans += self.lines.new()
         newest = max((recorded.step for recorded in self.spans), default=0)
         self.spans = [recorded for recorded in self.spans if recorded.step > newest - LAST_STEPS]
@@ -90,6 +93,8 @@ class Watched:
 
     @property
     def is_finished(self) -> bool:
+        if self.validates_only:
+            return self.has_validated
         return self.num_steps is not None and self.step >= self.num_steps
 
     def frame(self) -> Group:

@@ -12,17 +12,25 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from rolepool.command_line import silence_stdout
 from rolepool.metrics.run_folder import console_line, sparkline
 from rolepool.trainer.loop import Observer
 
 NUM_SHOWN_SAMPLES = 4
 
 
+class _Terminal(Console):
+    """Goes quiet when its reader (`| head`) has left, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        silence_stdout()
+
+
 class TrainingConsole(Observer):
     """Shows rows as they come. Use as `observer` of a Trainer, inside a `with`."""
 
     def __init__(self, num_steps: int, *, lines: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Terminal(highlight=False, soft_wrap=True)
         self._lines = lines
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),

@@ -20,7 +20,7 @@ from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
-from rolepool.errors import PlacementError
+from rolepool.errors import PlacementError, Terminated
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
@@ -49,27 +49,35 @@ class Observer:
 
 
 class Interrupt:
-    """Ctrl-C: the first lets the step end, the second drops it."""
+    """Ctrl-C, and SIGTERM like it: the first lets a step end, the second drops it. Outside of steps, the first ends."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.error: type[KeyboardInterrupt] | None = None
+        """What to raise when the step has ended; None as long as nobody asked."""
+        self.in_steps = False
+
+    @property
+    def asked(self) -> bool:
+        return self.error is not None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take Ctrl-C for the time of the block; in the main thread only, as Python hands out signals nowhere else."""
+        """Take signals for the time of the block; in the main thread only, as Python hands them out nowhere else."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._ask)
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+        error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+        if self.asked or not self.in_steps:
+            raise error
+        self.error = error
         logger.warning("interrupted: finishing this step; press Ctrl-C again to drop it")
 
 
@@ -105,6 +113,10 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, from the checkpoint to resume from, if there is one."""
+        with self.interrupt.watch():
+            self._run()
+
+    def _run(self) -> None:
         saved = self.checkpoints.find()
         if saved is not None:
             position = read_position(saved)
@@ -133,8 +145,7 @@ class Trainer:
                 call.get()
             self.monitors = cluster.start_monitors()
             try:
-                with self.interrupt.watch():
-                    self._train(roles)
+                self._train(roles)
             finally:
                 self.loggers.close()
 
@@ -145,25 +156,27 @@ class Trainer:
         if keys.val_only:
             return
         unfinished: StepCalls | None = None
+        self.interrupt.in_steps = True
         for number in range(self.start_step + 1, self.num_steps + 1):
             try:
                 unfinished = self._step(roles, number, unfinished)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 saved = self.checkpoints.newest
                 last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
-                raise KeyboardInterrupt(f"step {number} was dropped; {last}") from None
-            if self.interrupt.asked and unfinished is None and number < self.num_steps:
+                ended = self._before[0].step if self._before else self.start_step
+                raise type(interrupt)(f"all after step {ended} was dropped; {last}") from None
+            if self.interrupt.error is not None and unfinished is None and number < self.num_steps:
                 command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
                 saved_it = f"saved; {command} goes on from there"
                 after = saved_it if self.saved_step == number else "not saved (trainer.save_freq=-1)"
-                raise KeyboardInterrupt(f"step {number} was finished and {after}")
+                raise self.interrupt.error(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
         """Returns the step's calls where they may go on into the next step; None where all have ended."""
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = ppo_step(self.config, roles, self.estimator, prompts, number)
-        step.estimated.metrics["training/epoch"] = float(epoch)
+        step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         if before is not None:
             self._finish(before, step)
         is_last = number == self.num_steps

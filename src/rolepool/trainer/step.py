@@ -37,7 +37,8 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
     """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
     rollouts: DataProtoFuture = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
-    baselines = _greedy_scores(roles, prompts) if estimator.needs_baselines else None
+    greedy = roles.rollout.generate_sequences(prompts, purpose="baseline") if estimator.needs_baselines else None
+    baselines = roles.reward.compute_scores(greedy.union(prompts)) if greedy is not None else None
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
@@ -55,8 +56,9 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
             actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         synced = roles.sync_weights(number)
 
-    calls = {
+    calls: dict[str, Sequence[CallFuture | None]] = {
         "gen": [rollouts],
+        "baseline": [greedy, baselines],
         "reward": [scores],
         "values": [values],
         "old_log_prob": [old],
@@ -67,13 +69,6 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
     }
     made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
     return StepCalls(number, made, estimated, old.select(["entropys"]))
-
-
-def _greedy_scores(roles: Roles, prompts: DataProto) -> DataProtoFuture:
-    """What the greedy response to each prompt earns: ReMax's baseline."""
-    greedy = roles.rollout.generate_sequences(prompts, purpose="baseline")
-    scores: DataProtoFuture = roles.reward.compute_scores(greedy.union(prompts))
-    return scores
 
 
 def update_orders(
