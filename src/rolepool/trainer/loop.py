@@ -52,13 +52,8 @@ class Interrupt:
     """Ctrl-C, and SIGTERM like it: the first lets a step end, the second drops it. Outside of steps, the first ends."""
 
     def __init__(self) -> None:
-        self.error: type[KeyboardInterrupt] | None = None
-        """What to raise when the step has ended; None as long as nobody asked."""
-        self.in_steps = False
-
-    @property
-    def asked(self) -> bool:
-        return self.error is not None
+        self.asked = self.in_steps = False
+        self._error = KeyboardInterrupt
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -69,15 +64,17 @@ class Interrupt:
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except KeyboardInterrupt as interrupt:  # for which Ray knows no other kind
+            raise self._error(*interrupt.args) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
-        error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+        self._error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if self.asked or not self.in_steps:
-            raise error
-        self.error = error
+            raise KeyboardInterrupt
+        self.asked = True
         logger.warning("interrupted: finishing this step; press Ctrl-C again to drop it")
 
 
@@ -160,16 +157,16 @@ class Trainer:
         for number in range(self.start_step + 1, self.num_steps + 1):
             try:
                 unfinished = self._step(roles, number, unfinished)
-            except KeyboardInterrupt as interrupt:
+            except KeyboardInterrupt:
                 saved = self.checkpoints.newest
                 last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
                 ended = self._before[0].step if self._before else self.start_step
-                raise type(interrupt)(f"all after step {ended} was dropped; {last}") from None
-            if self.interrupt.error is not None and unfinished is None and number < self.num_steps:
+                raise KeyboardInterrupt(f"all after step {ended} was dropped; {last}") from None
+            if self.interrupt.asked and unfinished is None and number < self.num_steps:
                 command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
                 saved_it = f"saved; {command} goes on from there"
                 after = saved_it if self.saved_step == number else "not saved (trainer.save_freq=-1)"
-                raise self.interrupt.error(f"step {number} was finished and {after}")
+                raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
         """Returns the step's calls where they may go on into the next step; None where all have ended."""
