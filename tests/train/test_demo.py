@@ -87,28 +87,34 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
             assert busy_s + sum(wait.end_s - wait.start_s for wait in lane.waits) == pytest.approx(wall_s, rel=0.01)
 
 
-@pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, tmp_path: Path) -> None:
+SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"
+TWICE = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("number", "presses"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), TWICE])
+def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
+    number: signal.Signals, presses: int, demo: Demo, tmp_path: Path
+) -> None:
     keys = small_keys(demo, tmp_path, "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5000")
     if presses == 1:
         keys.append("trainer.resume_mode=disable")
     else:  # time for the second within the step of the first
         slow = tmp_path / "slow.py"
-        slow.write_text("import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n")
+        slow.write_text(SLOW_REWARD)
         keys.append(f"custom_reward_function.path={slow}")
     run = start(demo, *keys, "trainer.save_freq=5000", "trainer.val_before_train=false")
     rows = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (rows.exists() and rows.read_text().count("\n") >= 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     if presses == 2:
         assert run.stdout is not None
         while "press Ctrl-C again" not in run.stdout.readline():
             assert run.poll() is None, "it ended without a word"
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
     output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
+    assert run.returncode == 128 + number, output
     assert "Traceback" not in output
     last = json.loads(rows.read_text().splitlines()[-1])["step"]
     if presses == 1:
@@ -116,5 +122,42 @@ def test_ctrl_c_ends_or_drops_the_step_and_says_which(presses: int, demo: Demo, 
         assert f"interrupted: step {last} was finished and saved; {how}" in output
         assert (tmp_path / "checkpoints" / f"step_{last:06d}" / "trainer.json").exists()
     else:
-        assert "was dropped; there is no checkpoint" in output
+        assert f"all after step {last} was dropped; there is no checkpoint" in output
         assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").glob("step_*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["trainer.val_before_train=true", "trainer.val_only=true"])
+def test_ctrl_c_in_the_first_validation_ends_it_and_no_step_follows(key: str, demo: Demo, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"print('scoring', flush=True)\n{SLOW_REWARD.replace('0.2', '10')}")
+    keys = small_keys(demo, tmp_path / "run", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=5")
+    run = start(demo, *keys, key, f"custom_reward_function.path={slow}")
+    assert run.stdout is not None
+    while "scoring" not in run.stdout.readline():
+        assert run.poll() is None, "it ended without a word"
+    time.sleep(5)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert (run.returncode, output.splitlines()[-1]) == (130, "interrupted"), output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_of_remax(
+    demo: Demo, tmp_path: Path
+) -> None:
+    more = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=3", "trainer.val_before_train=false"]
+    keys = small_keys(demo, tmp_path, "algorithm.adv_estimator=remax", *more)
+    run = start(demo, *keys, "trainer.logger=[console]", "trainer.test_freq=-1")
+    assert run.stdout is not None
+    while not run.stdout.readline().startswith("step:1 "):
+        assert run.poll() is None, "it ended before the first step"
+    run.stdout.close()
+    assert run.wait(timeout=60) == 0
+    read = read_run(tmp_path)
+    assert list(read.rows) == [1, 2, 3]
+    assert all(row["training/num_steps"] == 3 for row in read.rows.values())
+    for step in (1, 2, 3):
+        spans = [each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")]
+        assert {span.method for span in spans} == {"generate_sequences", "compute_scores"}
+        assert read.rows[step]["timing_s/baseline"] >= max(span.duration_s for span in spans)

@@ -1,4 +1,4 @@
-"""Files that cannot be read or written: one line that says which and what to do, exit code 2, and nothing half-written."""
+"""Files that cannot be read or written: one line that says which and what to do, exit code 2, nothing half-written."""
 
 from __future__ import annotations
 

@@ -130,13 +130,32 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     assert text_of(Watched(folder)) == before
 
 
-def test_the_number_of_steps_follows_from_the_first_epoch(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", overrides=("trainer.total_epochs=3",))
+def test_the_number_of_steps_follows_from_the_rows_where_the_config_names_epochs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", overrides=("trainer.total_epochs=1",))
     assert Watched(folder).num_steps is None
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        row = {"step": 13, "timing_s/step": 1.0, "critic/score/mean": 0.5, "training/epoch": 1}
-        file.write(json.dumps(row) + "\n")
-    assert Watched(folder).num_steps == 36
+    for step, is_finished in ((13, False), (14, True)):
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "timing_s/step": 1.0, "training/num_steps": 14.0}) + "\n")
+        assert (Watched(folder).num_steps, Watched(folder).is_finished) == (14, is_finished)
+
+
+def test_a_run_that_only_validates_ends_with_its_validation(tmp_path: Path) -> None:
+    config = (write_run(tmp_path / "run", num_steps=2) / "config.yaml").read_text(encoding="utf-8")
+    folder = tmp_path / "validated"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config.replace("val_only: false", "val_only: true"), encoding="utf-8")
+    assert not Watched(folder).is_finished
+    (folder / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n', encoding="utf-8")
+    assert Watched(folder).is_finished
+
+
+def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2, overrides=("trainer.total_training_steps=20",))
+    config = (folder / "config.yaml").read_text(encoding="utf-8")
+    (folder / "config.yaml").write_text(config.replace("steps: 20", "steps: many"), encoding="utf-8")
+    code, out, err = rolepool("watch", str(folder), "--once")
+    assert (code, err) == (0, "")
+    assert out.startswith("run: step 2, ")
 
 
 def test_many_ranks_are_not_all_shown(tmp_path: Path) -> None:
