@@ -136,10 +136,10 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
 
 
 def _init_ray(**options: Any) -> None:
-    """With the handler of SIGTERM left as it was, for Ray sets one that aborts."""
+    """With the program's handler of SIGTERM, where it has one, for Ray sets one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.WARNING, **options)
-    if before is not None and threading.current_thread() is threading.main_thread():
+    if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 
 
