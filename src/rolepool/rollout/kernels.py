@@ -382,7 +382,7 @@ def _race(
         entry = score
     else:
         # A token's time is exponential with its probability as rate; the first to arrive is a sample. Arithmetic is
-        # the kernel's cost, so functions here are the fast ones, whose errors no number of samples would show.
+        # the kernel's cost, so functions here are the fast ones: times are off by some hundred-thousandths.
         stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
         key = stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
