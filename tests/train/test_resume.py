@@ -111,17 +111,19 @@ def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(
     before = files_of(used)
     with pytest.raises(PlacementError):
         train(demo, used, *STEPS, *TOO_MANY_RANKS, f"trainer.resume_mode={resume}")
-    assert files_of(used) == {**before, ".lock": files_of(used)[".lock"]}
+    assert files_of(used) == before
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_missing_logger_leaves_no_folder(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_no_new_folder(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlacementError):
+        train(demo, tmp_path / "run", *STEPS, *TOO_MANY_RANKS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["train", *small_keys(demo, tmp_path / "run", "trainer.logger=[wandb]")]) == 2
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(

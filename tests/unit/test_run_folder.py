@@ -55,6 +55,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path, root: 
         first.send_signal(signal.SIGKILL)
     with folder.hold(), pytest.raises(ConfigError, match="another run writes there"), folder.hold():
         pass
+    assert names_in(folder.path) == []
 
 
 @pytest.mark.parametrize("place", ["a_file", "a_file/run", "n" * 300])

@@ -15,9 +15,9 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.analysis import Recorded
@@ -55,27 +55,39 @@ class RunFolder:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Make the folder, and keep other runs out of it for the time of the block or until this process dies."""
-        key = f"trainer.default_local_dir={self.path}"
+        key, file = f"trainer.default_local_dir={self.path}", self.path / ".lock"
         try:
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()  # an older lock can be opened where nothing new can be made
-            lock = (self.path / ".lock").open("a+", encoding="utf-8")
+            lock = file.open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{key}: no folder to write to ({error.strerror}); name another") from None
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._lock(lock):
                 lock.seek(0)
                 raise ConfigError(
                     f"{key}: another run writes there ({lock.read()}); wait until it ends, or name another folder"
-                ) from None
-            except OSError as error:  # some network file systems have no locks
-                logger.warning("%s cannot be locked (%s): start no other run in it", self.path, error.strerror)
+                )
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             lock.flush()
-            yield
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+                if is_new:
+                    with suppress(OSError):  # a run that has started leaves something in it
+                        self.path.rmdir()
+
+    def _lock(self, lock: TextIO) -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): start no other run in it", self.path, error.strerror)
+        return os.fstat(lock.fileno()).st_nlink > 0  # else its holder removed it after it was opened here
 
     def check_is_ours(self) -> None:
         """Files that have a run's names, and that no run wrote, would be moved or replaced by a new run."""
