@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -29,7 +30,7 @@ from rolepool.models.forward import add_token_scores
 
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of models in whose logits there is more than the last hidden state times the head."""
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError)
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
 """What transformers raises of a folder that it cannot make a model from."""
 MAX_WEIGHTS_NAMED = 3
 
@@ -41,15 +42,18 @@ def read_model_config(
     if path is None:
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
     folder = Path(path).expanduser()
+    is_folder, has_weights = folder.is_dir(), any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if is_folder and not (has_weights and (folder / "config.json").is_file()):
+        missing = "config.json" if has_weights else "weights"
+        raise ConfigError(f"{key}={path}: has no {missing}; give a folder with a config.json and *.safetensors files")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, **overrides
         )
     except UNREADABLE as error:
-        where = "cannot be loaded" if folder.is_dir() else "is no folder here, and no model of the hub can be loaded"
-        raise ConfigError(f"{key}={path}: {where} ({_line(error)}); give a model's folder or hub id") from None
-    if folder.is_dir() and not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        raise ConfigError(f"{key}={path}: has a config.json and no weights; put its *.safetensors files there")
+        overridden = f" with {overrides}" if overrides else ""
+        what = f"cannot be loaded{overridden}" if is_folder else "is no folder here, and no model that the hub gives"
+        raise ConfigError(f"{key}={path}: {what} ({_line(error)}); give a model's folder or hub id") from None
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -145,4 +149,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what it says, with the next one where that goes on in it."""
+    return (str(error).strip().replace(":\n   ", ":").splitlines() or [type(error).__name__])[0]
