@@ -215,7 +215,7 @@ class WorkerProcess:
             remedies = self._roles[role].less_memory(method)
             return producer.error(explain_out_of_memory(str(producer), error, self._context.device, remedies))
         if isinstance(error, RolepoolError):  # the user's to mend, by what it says and not by where it was noticed
-            return producer.error([f"{problem}; in {producer}" for problem in error.problems])
+            return producer.error([*error.problems[:-1], f"{error.problems[-1]}; in {producer}"])
         summary = "".join(traceback.format_exception_only(error)).strip()
         return producer.error([f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()])
 

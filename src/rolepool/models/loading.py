@@ -123,9 +123,10 @@ def _load(
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
     for names, why in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
         if names:
-            named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + (", ..." if len(names) > MAX_WEIGHTS_NAMED else "")
+            more = f" and {len(names) - MAX_WEIGHTS_NAMED} more" if len(names) > MAX_WEIGHTS_NAMED else ""
+            named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
             raise ConfigError(
-                f"{key}={path}: {len(names)} weights of a {type(model).__name__} {why} ({named}), and would be random; "
+                f"{key}={path}: weights of a {type(model).__name__} {why} ({named}), and would be random; "
                 "give such a model with all its weights; an override_config may not change its shape"
             )
     # Dropout would make old and new log-probs of the same weights differ.
