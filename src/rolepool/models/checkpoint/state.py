@@ -222,7 +222,7 @@ def _misfits(saved: Mapping[str, TensorStorageMetadata], trained: TrainedModel) 
         if there.size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(there.size)} {dtype}, and the model has {has}".replace("torch.", "")
-    yield from (f"{name} is saved, and the model has no such tensor" for name in saved if name not in wanted)
+    yield from (f"{name} is saved, and the model has no such tensor" for name in sorted(saved.keys() - wanted.keys()))
 
 
 def _hf_config(model: PreTrainedModel) -> str:
