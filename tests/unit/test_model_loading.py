@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from commands import Outcome
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.models.loading import load_critic, load_policy, load_reward_model
@@ -138,3 +139,11 @@ def test_a_reward_function_that_cannot_be_loaded_is_refused(language_model: Path
     (tmp_path / "reward.py").write_text("def other(): ...")
     line = refusal(lambda: check(language_model, key))
     assert line.startswith("custom_reward_function.name=compute_score: is not in ")
+
+
+def test_train_says_so_in_one_line(rolepool: Callable[..., Outcome], language_model: Path) -> None:
+    nowhere = "critic.model.path=/no/such/folder"
+    outcome = rolepool("train", f"actor_rollout_ref.model.path={language_model}", nowhere, "trainer.n_gpus_per_node=1")
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert line.startswith(f"error: {nowhere}: is no folder here")
