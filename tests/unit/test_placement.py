@@ -579,6 +579,8 @@ def test_sequences_longer_than_a_model_has_positions_are_refused_with_both_numbe
 ) -> None:
     small, enough = positions(64), positions(65)
     assert problems_of(f"actor_rollout_ref.model.path={enough}") == []
+    longer = "actor_rollout_ref.model.override_config.max_position_embeddings=65"
+    assert problems_of(f"actor_rollout_ref.model.path={small} {longer}") == []
     for key in ("actor_rollout_ref.model.path", "critic.model.path"):
         other = f"actor_rollout_ref.model.path={enough} " if key.startswith("critic") else ""
         (line,) = problems_of(f"{other}{key}={small}")

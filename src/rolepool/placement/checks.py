@@ -138,14 +138,16 @@ def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """A sequence of a prompt and a response must have a place in every model that reads it."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    reported: set[str | None] = set()
+    checked: set[str | None] = set()
     for key, (path, overrides) in models_of(config, plan).items():
+        if path in checked:  # a critic from the policy's folder is judged as the policy, overrides included
+            continue
+        checked.add(path)
         scored = config.reward_model.max_length if key.startswith("reward_model") else None
         longest = min(prompt + response, scored or prompt + response)
         with suppress(ShapeUnknown):  # models that are not on disk yet, and those without a limit
             limit = read_num_positions(path, overrides)
-            if longest > limit and path not in reported:
-                reported.add(path)
+            if longest > limit:
                 remedy = f", or set reward_model.max_length={limit}" if key.startswith("reward_model") else ""
                 yield (
                     f"data.max_prompt_length={prompt}: with data.max_response_length={response} a sequence may have "
