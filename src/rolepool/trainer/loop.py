@@ -31,7 +31,7 @@ from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, Role, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import Roles, build_roles
+from rolepool.trainer.build import Roles, build_roles, check_inputs
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
 from rolepool.trainer.rows import record, step_row
 from rolepool.trainer.step import StepCalls, ppo_step
@@ -90,6 +90,7 @@ class Trainer:
         problems = find_problems(self.config, self.plan)
         if problems:
             raise PlacementError(problems)
+        check_inputs(self.config, self.plan)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
         data = self.config.data
