@@ -16,6 +16,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from rolepool.errors import ConfigError
 from rolepool.protocol import DataProto, Dispatch, Execute, Worker, register
 
 
@@ -405,6 +406,10 @@ class Fragile(Worker):
         if self.rank in ranks:
             raise ValueError(f"broken on purpose on {self.rank}")
         return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_by_the_user(self) -> None:
+        raise ConfigError(["some.key=1: must be 2", "some.other=3: must be 4"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def fail_with_batch(self, data: DataProto) -> DataProto:

@@ -19,6 +19,7 @@ from cluster_helpers import all_ended, is_running, leaked_since, pids_of, shared
 from roles_for_tests import Fragile, Greedy, NeverReady
 
 from rolepool.cluster import Cluster, RoleProxy
+from rolepool.cluster.launch import _await_start
 from rolepool.errors import WorkerError
 from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
 
@@ -100,6 +101,24 @@ def test_an_exception_in_a_method_says_where_it_happened_and_how(
     assert "Traceback (most recent call last)" in str(error)
     assert 'raise ValueError(f"broken on purpose on {self.rank}")' in str(error), "the line of the role's own code"
     assert_still_works(healthy, bystander)
+
+
+def test_what_the_user_must_change_is_told_without_a_traceback(healthy: RoleProxy) -> None:
+    first, second = error_of(healthy.fail_by_the_user).problems
+    assert first == "some.key=1: must be 2"
+    who = r"healthy rank [01] \(fragile.fail_by_the_user, node .*, pid \d+\)"
+    assert re.fullmatch(f"some.other=3: must be 4; in {who}", second)
+
+
+def test_a_process_that_dies_before_it_has_a_rank_is_one_line(shared_ray: None) -> None:
+    class Stillborn:
+        def whereabouts(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    actor = ray.remote(num_cpus=0)(Stillborn).remote()
+    (problem,) = error_of(lambda: _await_start({"a_pool": [actor]}), within_s=30).problems
+    assert problem.startswith("a process of a_pool could not start: The actor died")
+    assert "\n" not in problem
 
 
 def test_the_pool_stays_usable_when_all_ranks_fail(healthy: RoleProxy) -> None:

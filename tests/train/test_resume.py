@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_helpers import ONE_RANK, SPLIT, rows_of, train
+from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys, train
 from transformers import AutoModelForCausalLM
 
 from rolepool.cli import main
+from rolepool.config import load_config
 from rolepool.data.demo import Demo
+from rolepool.errors import PlacementError
+from rolepool.trainer.loop import Observer, Trainer
 
 STEPS = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=2"]
 ADAPTIVE = [
@@ -23,6 +26,8 @@ ADAPTIVE = [
     "actor_rollout_ref.actor.shuffle=true",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 ]
+TOO_MANY_RANKS = ["trainer.n_gpus_per_node=8", "placement.timeout_s=0.1"]
+"""More than the tests' Ray has: no process starts."""
 
 pytestmark = pytest.mark.usefixtures("one_ray")
 
@@ -50,18 +55,24 @@ def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, 
             assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_run_goes_on_under_another_placement_to_tolerance(demo: Demo, whole: Path, tmp_path: Path) -> None:
-    start = whole / "checkpoints" / "step_000002"
+def test_a_run_goes_on_from_an_earlier_step_under_another_placement_to_tolerance(
+    demo: Demo, whole: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(whole, other)
+    start = other / "checkpoints" / "step_000002"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
-    train(demo, tmp_path / "other", *ONE_RANK, *STEPS, *ADAPTIVE, *resume)
-    expected = [row for row in rows_of(whole) if row["step"] > 2]
-    found = rows_of(tmp_path / "other")
+    train(demo, other, *ONE_RANK, *STEPS, *ADAPTIVE, *resume)
+    expected, found = rows_of(whole), rows_of(other)
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    positions = [json.loads((start.parent / "step_000004" / "trainer.json").read_text())["data"]]
-    positions += [json.loads((tmp_path / "other/checkpoints/step_000004/trainer.json").read_text())["data"]]
-    assert positions[0] == positions[1]
+    abandoned = other / "earlier" / "1"
+    assert rows_of(abandoned) == [row for row in expected if row["step"] > 2]
+    assert [path.name for path in (abandoned / "checkpoints").iterdir()] == ["step_000004"]
+    positions = [run / "checkpoints" / "step_000004" / "trainer.json" for run in (whole, other)]
+    first, second = (json.loads(path.read_text())["data"] for path in positions)
+    assert first == second
 
 
 def test_an_exported_checkpoint_is_a_model_that_transformers_loads(
@@ -92,3 +103,66 @@ def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Pa
     assert rows_of(used / "earlier" / "1") == rows_of(whole)
     assert (used / "notes.txt").read_text() == "mine"
     assert not (used / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "disable"])
+def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(
+    demo: Demo, whole: Path, tmp_path: Path, resume: str
+) -> None:
+    used = tmp_path / "used"
+    shutil.copytree(whole, used)
+    shutil.rmtree(used / "checkpoints" / "step_000004")
+    before = files_of(used)
+    with pytest.raises(PlacementError):
+        train(demo, used, *STEPS, *TOO_MANY_RANKS, f"trainer.resume_mode={resume}")
+    assert files_of(used) == before
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_start_that_fails_leaves_no_new_folder(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlacementError):
+        train(demo, tmp_path / "run", *STEPS, *TOO_MANY_RANKS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["train", *small_keys(demo, tmp_path / "run", "trainer.logger=[wandb]")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(
+    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = tmp_path / "done"
+    shutil.copytree(whole, done)
+    assert main(["train", *small_keys(demo, done, *STEPS, *TOO_MANY_RANKS)]) == 0
+    out = capsys.readouterr().out
+    assert "nothing left to do: " in out and "trainer.total_training_steps=4 ends with step 4; raise it to go on" in out
+    assert rows_of(done) == rows_of(whole)
+
+
+def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
+    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = tmp_path / "used"
+    shutil.copytree(whole, used)
+    newest = used / "checkpoints" / "step_000004"
+    shutil.rmtree(newest / "critic")
+    assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: trainer.resume_mode=auto: the newest checkpoint, {newest}, has no critic; ")
+
+
+def test_a_save_that_fails_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> None:
+    class InTheWay(Observer):
+        def on_row(self, step: int, metrics: dict[str, float]) -> None:
+            """A file stands where the save, which comes next, removes a folder."""
+            (tmp_path / "checkpoints").mkdir(exist_ok=True)
+            (tmp_path / "checkpoints" / f".tmp-replaced-step_{step:06d}").touch()
+
+    keys = [*ONE_RANK, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    trainer = Trainer(load_config([], small_keys(demo, tmp_path, *keys)))
+    trainer.observer = InTheWay()
+    with pytest.raises(NotADirectoryError):
+        trainer.run()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".tmp-replaced-step_000001"]

@@ -62,6 +62,7 @@ def write_run(
         ],
     )
     plan = build_plan(loaded.config)
+    folder.mkdir(parents=True, exist_ok=True)
     run = RunFolder(folder)
     run.write("config.yaml", loaded.to_yaml())
     run.write("plan.json", plan.model_dump_json(indent=2))

@@ -684,7 +684,8 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
     [
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
-        ("actor_rollout_ref.rollout.temperature=0", "do_sample=false"),
+        ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and leave the temperature out"),
+        ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "it must be over 0"),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature=0: sampling needs"),
         ("data.train_batch_size=1000 critic.ppo_mini_batch_size=100",
          "actor_rollout_ref.actor.ppo_mini_batch_size=256: must divide data.train_batch_size=1000; use 250"),
@@ -723,7 +724,7 @@ def test_values_that_contradict_each_other_are_refused(overrides: str, expected:
     [
         "algorithm.adv_estimator=grpo critic.enable=false",
         "algorithm.adv_estimator=grpo critic.ppo_mini_batch_size=300",
-        "actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0 actor_rollout_ref.rollout.do_sample=false",
         "critic.ppo_max_token_len_per_gpu=10",
         "trainer.test_freq=5 data.val_files=a.parquet",
         "placement.strategy=split placement.split.axis=gpu placement.split.actor_gpus_per_node=2",

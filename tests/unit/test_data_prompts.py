@@ -280,6 +280,38 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, tokenizer: PreTrained
     assert f"{file}, line 1: is not JSON" in problem(lambda: prompts_of(tokenizer, str(file)))
 
 
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (row(prompt="a \ud83d"), "prompt holds half of a surrogate pair"),
+        (row(letters="a \udc00"), "prompt holds half of a surrogate pair"),
+        (row(data_source="exact_match/\ud800"), "data_source holds half of a surrogate pair"),
+    ],
+)
+def test_half_a_character_is_named_with_its_column(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict[str, Any], expected: str
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(), bad)
+    assert problem(lambda: prompts_of(tokenizer, file)).startswith(f"{file}, line 2: {expected}")
+
+
+def test_a_whole_pair_of_escapes_is_a_character(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(letters="a \U0001f600"))
+    assert "\\ud83d\\ude00" in Path(file).read_text()
+    assert len(prompts_of(tokenizer, file)) == 1
+
+
+@pytest.mark.parametrize("truth", ["seven", "nan", [7]])
+def test_a_ground_truth_that_its_rule_cannot_read_is_named_before_anything_is_generated(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, truth: Any
+) -> None:
+    bad = row(data_source="openai/gsm8k", reward_model={"ground_truth": truth})
+    file = write_jsonl(tmp_path / "x.jsonl", row(), bad)
+    said = problem(lambda: prompts_of(tokenizer, file))
+    assert said == f"{file}, line 2: reward_model.ground_truth is {truth!r}; the rule gsm8k needs a number"
+    assert len(prompts_of(tokenizer, file, needs_ground_truth=False)) == 2
+
+
 def test_of_many_bad_rows_the_first_five_are_shown_and_the_rest_counted(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

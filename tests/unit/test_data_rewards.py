@@ -141,7 +141,8 @@ def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
     with pytest.raises(RewardError) as caught:
         score_batch(function, batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
     assert str(caught.value) == (
-        "built-in reward: the ground truth 'seven' is not a number, for train.jsonl, line 1 (uid epoch0-row0)"
+        "built-in reward: reward_model.ground_truth is 'seven'; the rule gsm8k needs a number, "
+        "for train.jsonl, line 1 (uid epoch0-row0)"
     )
 
 
@@ -210,8 +211,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     with pytest.raises(RewardError) as caught:
         score_batch(custom(tmp_path, text), batch(), ["1", "two"])
     assert str(caught.value) == (
-        f"compute_score of {tmp_path / 'my_reward.py'}: ValueError in line 3: invalid literal for int() with base 10: "
-        "'two', for train.jsonl, line 9 (uid epoch0-row8)"
+        f"custom_reward_function.path={tmp_path / 'my_reward.py'}: compute_score: ValueError at my_reward.py:3: "
+        "invalid literal for int() with base 10: 'two', for train.jsonl, line 9 (uid epoch0-row8)"
     )
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # noqa: S301

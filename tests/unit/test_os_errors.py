@@ -12,7 +12,8 @@ import pytest
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.metrics.run_folder import write_whole
+from rolepool.errors import ConfigError
+from rolepool.metrics.run_folder import RunFolder, write_whole
 
 Rolepool = Callable[..., Outcome]
 
@@ -76,6 +77,13 @@ def test_a_full_disk_leaves_no_half_of_a_trace(rolepool: Rolepool, run: Path) ->
         outcome = rolepool("trace", str(run))
     assert_one_line(outcome, f"trace {run / 'trace.json'}: cannot be written (File too large)")
     assert not list(run.glob("*trace*"))
+
+
+def test_a_full_disk_in_a_run_is_told_with_the_key_of_its_folder(tmp_path: Path) -> None:
+    with no_file_larger_than(10), pytest.raises(ConfigError) as raised:
+        RunFolder(tmp_path).add_metrics(1, {"critic/score/mean": 0.5})
+    key = f"trainer.default_local_dir={tmp_path}"
+    assert str(raised.value) == f"{key}: metrics.jsonl cannot be written (File too large); mend that and go on"
 
 
 def test_a_full_disk_leaves_no_half_of_a_demo(rolepool: Rolepool, tmp_path: Path) -> None:

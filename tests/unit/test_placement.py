@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -347,6 +348,12 @@ def test_roles_without_a_pool_and_pools_without_a_role_are_reported_together() -
     ]
 
 
+@pytest.mark.parametrize("name", ["driver", "reward_cpu"])
+def test_a_pool_with_a_name_that_timings_use_is_refused(name: str) -> None:
+    said = custom_refusal(f"{name}=[1]", f"actor_rollout={name} critic={name}")
+    assert said.startswith(f"placement.pools.{name}=[1]: timings use this name")
+
+
 def test_custom_without_pools_is_refused_with_an_example() -> None:
     assert refusal("placement.strategy=custom").endswith("needs pools, such as placement.pools.big=[4]")
 
@@ -544,6 +551,51 @@ def test_mps_without_gpus_is_refused() -> None:
 
 
 # Overlap
+
+
+@pytest.fixture
+def positions(tmp_path: Path) -> Callable[[int], Path]:
+    """A model folder that says so many positions."""
+
+    def make(number: int) -> Path:
+        folder = tmp_path / f"model_{number}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": number}))
+        return folder
+
+    return make
+
+
+LENGTHS = "data.max_prompt_length=40 data.max_response_length=25"
+
+
+def problems_of(overrides: str) -> list[str]:
+    config = load_config(overrides=f"{LENGTHS} {overrides}".split()).config
+    return find_problems(config, build_plan(config))
+
+
+def test_sequences_longer_than_a_model_has_positions_are_refused_with_both_numbers(
+    positions: Callable[[int], Path],
+) -> None:
+    small, enough = positions(64), positions(65)
+    assert problems_of(f"actor_rollout_ref.model.path={enough}") == []
+    longer = "actor_rollout_ref.model.override_config.max_position_embeddings=65"
+    assert problems_of(f"actor_rollout_ref.model.path={small} {longer}") == []
+    for key in ("actor_rollout_ref.model.path", "critic.model.path"):
+        other = f"actor_rollout_ref.model.path={enough} " if key.startswith("critic") else ""
+        (line,) = problems_of(f"{other}{key}={small}")
+        assert line == (
+            "data.max_prompt_length=40: with data.max_response_length=25 a sequence may have 65 tokens, and "
+            f"{key}={small} has 64 positions (max_position_embeddings); use at most 64 together"
+        )
+
+
+def test_a_reward_model_needs_positions_for_what_it_scores_only(positions: Callable[[int], Path]) -> None:
+    models = f"actor_rollout_ref.model.path={positions(65)} reward_model.model.path={positions(64)}"
+    (line,) = problems_of(f"{models} reward_model.enable=true")
+    assert line.endswith("or set reward_model.max_length=64")
+    assert problems_of(f"{models} reward_model.enable=true reward_model.max_length=64") == []
+    assert problems_of(models) == [], "it is not loaded"
 
 
 def test_in_one_pool_only_a_rule_reward_overlaps() -> None:

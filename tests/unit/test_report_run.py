@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run of two steps."""
     loaded = load_config()
     written = RunFolder(tmp_path / "my_run")
+    written.path.mkdir()
     written.write("config.yaml", loaded.to_yaml())
     written.write("plan.json", build_plan(loaded.config).model_dump_json())
     for step in (1, 2):

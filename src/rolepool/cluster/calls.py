@@ -205,6 +205,13 @@ def without_padding(result: Any, share: Share | None) -> Any:
     return trimmed
 
 
+def reason_of(error: BaseException) -> str:
+    """Ray's words on one line, without the paragraph of causes it could think of."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
+    text = " ".join(lines) or str(error)
+    return text.split("Some common causes include")[0].strip()
+
+
 def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
     """The values of columns, wherever they are. An object that died with its producer is a WorkerError naming it."""
     makers = {column: producer for column, producer in columns if not isinstance(column, Encoded)}
@@ -219,5 +226,5 @@ def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
             f"results of {columns[0][1]} did not arrive within {FETCH_TIMEOUT_S:.0f} s; is the network up?"
         ) from None
     except RayError as error:
-        raise WorkerError(f"results of {columns[0][1]} could not be fetched: {error}") from None
+        raise WorkerError(f"results of {columns[0][1]} could not be fetched: {reason_of(error)}") from None
     return [(column if isinstance(column, Encoded) else stored[column]).decode() for column, _ in columns]

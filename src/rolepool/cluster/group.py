@@ -20,7 +20,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.calls import Call, fetch_columns, pack_argument, sources_of, unpack_reply
+from rolepool.cluster.calls import Call, fetch_columns, pack_argument, reason_of, sources_of, unpack_reply
 from rolepool.cluster.launch import Process, cause_of
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
@@ -370,10 +370,3 @@ def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tupl
         except RayError:
             continue
     return deaths
-
-
-def reason_of(error: BaseException) -> str:
-    """Ray's words on one line, without the paragraph of causes it could think of."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
-    text = " ".join(lines) or str(error)
-    return text.split("Some common causes include")[0].strip()

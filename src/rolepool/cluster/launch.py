@@ -18,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rolepool.cluster.calls import reason_of
 from rolepool.cluster.nodes import Node, free_slots, holders, slot_device
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.errors import PlacementError, WorkerError
@@ -219,7 +220,7 @@ def _await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
             cause = cause_of(error)
             if isinstance(cause, WorkerError):
                 raise cause from None
-            raise WorkerError(f"{who} could not {what}: {cause}", pool=pool) from None
+            raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool) from None
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -272,7 +273,7 @@ def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
             raise error.cause from None
         except RayError as error:
             raise WorkerError(
-                f"placement.mps=true: no CUDA MPS on node {node} after {START_TIMEOUT_S:.0f} s: {error}"
+                f"placement.mps=true: no CUDA MPS on node {node} after {START_TIMEOUT_S:.0f} s: {reason_of(error)}"
             ) from None
         # In the order of calls this comes before the rank, with which a process turns to its GPU.
         for process in members:

@@ -31,7 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
 from rolepool.cluster.mps import MpsDaemon
-from rolepool.errors import WorkerError
+from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
@@ -214,6 +214,8 @@ class WorkerProcess:
         if is_out_of_memory(error):
             remedies = self._roles[role].less_memory(method)
             return producer.error(explain_out_of_memory(str(producer), error, self._context.device, remedies))
+        if isinstance(error, RolepoolError):  # the user's to mend, by what it says and not by where it was noticed
+            return producer.error([*error.problems[:-1], f"{error.problems[-1]}; in {producer}"])
         summary = "".join(traceback.format_exception_only(error)).strip()
         return producer.error([f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()])
 

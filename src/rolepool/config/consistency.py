@@ -28,13 +28,17 @@ def _about_models(config: Config) -> Iterator[str]:
         )
     if config.reward_model.enable and config.reward_model.model.path is None:
         yield "reward_model.model.path=null: reward_model.enable=true needs a model; set its folder or hub id"
-    rollout = config.actor_rollout_ref.rollout
-    for section, keys in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
-        if keys.do_sample and keys.temperature == 0:
-            yield (
-                f"actor_rollout_ref.{section}.temperature=0: sampling needs a temperature over 0; "
-                f"for greedy decoding set actor_rollout_ref.{section}.do_sample=false"
-            )
+    section, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
+    if rollout.temperature == 0:
+        yield (
+            f"{section}.temperature=0: log-probs are those of logits divided by it, so it must be over 0; for greedy "
+            f"decoding set {section}.do_sample=false and leave the temperature out"
+        )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        yield (
+            f"{section}.val_kwargs.temperature=0: sampling needs a temperature over 0; "
+            f"for greedy decoding set {section}.val_kwargs.do_sample=false"
+        )
 
 
 def _about_batches(config: Config) -> Iterator[str]:

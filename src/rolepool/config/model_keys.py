@@ -142,7 +142,7 @@ class Rollout(Section):
     n: Count = 1
     """Responses to each prompt."""
     temperature: NonNegative = 1.0
-    """Divides the logits before sampling."""
+    """Divides the logits before sampling; over 0."""
     top_p: Fraction = 1.0
     """Sample from the smallest set of tokens that holds this probability."""
     top_k: CountOrMinusOne = -1

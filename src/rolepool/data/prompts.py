@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
 from rolepool.data.files import Row, open_rows
-from rolepool.data.rewards import rule_for
+from rolepool.data.rewards import find_rule, rule_for
 from rolepool.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class PromptSet:
     def _parse(self, row_number: int) -> Row:
         file, number = self._place(row_number)
         row = self._files[file].row(number)
-        if wrong := _what_is_wrong(row, self._data.prompt_key, self._rule_decides):
+        if wrong := _what_is_wrong(row, self._data.prompt_key, rule_decides=self._rule_decides):
             raise DataError(f"{self._files[file].name(number)}: {wrong}")
         return {**row, "reward_model": row.get("reward_model") or {}, "extra_info": row.get("extra_info") or {}}
 
@@ -231,7 +231,7 @@ def truncate(token_ids: list[int], max_length: int, mode: Truncation) -> list[in
 # --- what a row must hold -----------------------------------------------------------------------------------------
 
 
-def _what_is_wrong(row: Row, prompt_key: str, needs_ground_truth: bool) -> str | None:
+def _what_is_wrong(row: Row, prompt_key: str, *, rule_decides: bool) -> str | None:
     """Why nothing can be generated from this row, or scored; None when it is well."""
     why = {
         prompt_key: "data.prompt_key names the column with the prompt",
@@ -257,6 +257,29 @@ def _what_is_wrong(row: Row, prompt_key: str, needs_ground_truth: bool) -> str |
             return f"{prompt_key}[{i}] is not a message {{role, content}}"
         if not isinstance(content := message.get("content"), str):
             return f"{prompt_key}[{i}].content is {type(content).__name__}; only text is supported"
-    if needs_ground_truth and reward_model.get("ground_truth") is None:
+    texts = {"data_source": [row["data_source"]], prompt_key: _texts_of(row[prompt_key])}
+    for name in (name for name, parts in texts.items() if not all(map(_is_unicode, parts))):
+        return f"{name} holds half of a surrogate pair, which is no character; write the character itself, as UTF-8"
+    truth = reward_model.get("ground_truth")
+    if rule_decides and truth is None:
         return "has no reward_model.ground_truth, which a rule compares the response to"
+    if rule_decides and (rule := find_rule(row["data_source"])):
+        try:
+            rule("", truth)
+        except DataError as error:
+            return str(error)
     return None
+
+
+def _texts_of(prompt: str | list[dict[str, Any]]) -> list[str]:
+    if isinstance(prompt, str):
+        return [prompt]
+    return [value for message in prompt for value in message.values() if isinstance(value, str)]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

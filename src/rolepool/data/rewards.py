@@ -74,15 +74,16 @@ def gsm8k(solution_str: str, ground_truth: Any) -> float:
     """1 when the final answer is the same number as the ground truth."""
     wanted = _as_decimal(str(ground_truth))
     if wanted is None:
-        raise DataError(f"the ground truth {ground_truth!r} is not a number")
+        raise DataError(f"reward_model.ground_truth is {ground_truth!r}; the rule gsm8k needs a number")
     return float(extract_final_answer(solution_str) == wanted)
 
 
 def _as_decimal(text: str) -> Decimal | None:
     try:
-        return Decimal(re.sub(r"[\s,$€£¥]", "", text))
+        number = Decimal(re.sub(r"[\s,$€£¥]", "", text))
     except InvalidOperation:
         return None
+    return number if number.is_finite() else None
 
 
 RULES: Mapping[str, Rule] = {
@@ -93,9 +94,14 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def rule_for(data_source: str) -> Rule:
+def find_rule(data_source: str) -> Rule | None:
     """The rule of this name; `exact_match/my_set` is the rule `exact_match` for rows that are reported on their own."""
-    rule = RULES.get(data_source) or RULES.get(data_source.split("/")[0])
+    return RULES.get(data_source) or RULES.get(data_source.split("/")[0])
+
+
+def rule_for(data_source: str) -> Rule:
+    """The same, where there must be one."""
+    rule = find_rule(data_source)
     if rule is None:
         raise DataError(
             f"there is no built-in reward for data_source {data_source!r}; there are {', '.join(RULES)} "
@@ -114,7 +120,7 @@ class RewardFunction:
         self._function = function
         self._file = file
         self.name = name
-        """How errors name it: the function, and its file where it is the user's."""
+        """How errors name it: the function, and the key with its file where it is the user's."""
 
     def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], row: str
@@ -138,8 +144,8 @@ class RewardFunction:
         lines = [
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self._file)
         ]
-        where = f" in line {lines[-1]}" if lines else ""
-        return f"{type(error).__name__}{where}: {error}"
+        where = f" at {self._file.name}:{lines[-1]}" if lines else ""
+        return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
 def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
@@ -158,7 +164,7 @@ def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
         there = f"it has {', '.join(defined)}" if defined else "it defines no function"
         raise ConfigError(f"custom_reward_function.name={custom.name}: is not in {file}; {there}")
     _check_signature(function, custom.name, file)
-    return RewardFunction(function, f"{custom.name} of {file}", file)
+    return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
 
 
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:

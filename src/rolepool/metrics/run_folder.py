@@ -1,23 +1,31 @@
 """The run folder: what a run writes down, so that every number can be traced back.
 
-Owns the names of its files and how they are written: whole files by rename, rows by appended lines; and how a row and
-a curve look in one line of text.
+Owns the names of its files and how they are written: whole files by rename, rows by appended lines; who may write; what
+becomes of an earlier run in it; and how a row and a curve look in one line of text.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import re
+import shutil
+import socket
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from rolepool.errors import ConfigError, explained
 from rolepool.metrics.analysis import Recorded
+
+logger = logging.getLogger(__name__)
 
 NAMES = (
     "config.yaml",
-    "plan.json",
     "metrics.jsonl",
     "spans.jsonl",
     "monitor.jsonl",
@@ -26,8 +34,9 @@ NAMES = (
     "tensorboard",
     "validation",
     "checkpoints",
+    "plan.json",
 )
-"""All that a run writes."""
+"""All that a run writes. The plan is the mark of a run: it comes first, and goes last when a run is set aside."""
 
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,26 +47,78 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def begin(self, after_step: int | None) -> None:
-        """Go on after a step: rows of later ones are dropped, as they are done again. None: an earlier run is set aside
-        in `earlier/`, so that a new one neither mixes with it nor loses it."""
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Make the folder, and keep other runs out of it for the time of the block or until this process dies."""
+        key, file = f"trainer.default_local_dir={self.path}", self.path / ".lock"
+        try:
+            is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()  # an older lock can be opened where nothing new can be made
+            lock = file.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{key}: no folder to write to ({error.strerror}); name another") from None
+        with lock:
+            if not self._lock(lock):
+                lock.seek(0)
+                raise ConfigError(
+                    f"{key}: another run writes there ({lock.read()}); wait until it ends, or name another folder"
+                )
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+                if is_new:
+                    with suppress(OSError):  # a run that has started leaves something in it
+                        self.path.rmdir()
+
+    def _lock(self, lock: TextIO) -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): start no other run in it", self.path, error.strerror)
+        return os.fstat(lock.fileno()).st_nlink > 0  # else its holder removed it after it was opened here
+
+    def check_is_ours(self) -> None:
+        """Files that have a run's names, and that no run wrote, would be moved or replaced by a new run."""
+        found = self._found()
+        if found and not (self.path / "plan.json").exists():
+            names = ", ".join(path.name for path in found)
+            raise ConfigError(
+                f"trainer.default_local_dir={self.path}: {names} would be in the run's way, and no run wrote that "
+                "(there is no plan.json); name a new folder"
+            )
+
+    def begin(self, after_step: int | None) -> Path | None:
+        """Set aside what a run that goes on after a step will do again, or with None all of an earlier run.
+
+        A new run neither mixes with an earlier one nor loses it. Returns where it is now, if there was anything.
+        """
+        earlier = self.path / "earlier"
+        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdecimal()]
+        aside = earlier / str(max(numbers, default=0) + 1)
+        for path in self._found() if after_step is None else self._files_after(after_step):
+            target = aside / path.relative_to(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
         if after_step is not None:
-            self._forget_after(after_step)
-            return
-        found = [self.path / name for name in NAMES if (self.path / name).exists()]
-        if found:
-            earlier = self.path / "earlier"
-            earlier.mkdir(exist_ok=True)
-            aside = earlier / str(len(list(earlier.iterdir())) + 1)
-            aside.mkdir()
-            for path in found:
-                path.rename(aside / path.name)
+            self._move_rows_after(after_step, aside)
+        if not aside.exists():
+            return None
+        for path in (self.path / "config.yaml", self.path / "plan.json"):  # still there where a run goes on
+            if path.exists():
+                shutil.copy2(path, aside)
+        return aside
 
     def write(self, name: str, text: str) -> None:
         write_whole(self.path / name, [text])
@@ -81,16 +142,30 @@ class RunFolder:
     def add_log(self, line: str) -> None:
         self._append("train.log", [line])
 
-    def _forget_after(self, step: int) -> None:
+    def _found(self) -> list[Path]:
+        return [path for path in (self.path / name for name in NAMES) if path.exists()]
+
+    def _files_after(self, step: int) -> list[Path]:
+        """Checkpoints and samples of later steps."""
+        files = [*self.checkpoints.glob("step_*"), *(self.path / "validation").glob("step_*")]
+        return [file for file in files if (number := re.fullmatch(r"step_(\d+)", file.stem)) and int(number[1]) > step]
+
+    def _move_rows_after(self, step: int, aside: Path) -> None:
         for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
             file = self.path / name
-            if file.exists():
-                lines = file.read_text(encoding="utf-8").splitlines()
-                self.write(name, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+            kept: list[bytes] = []
+            later: list[bytes] = []
+            for line in file.read_bytes().splitlines() if file.exists() else []:
+                (kept if _step_of(line) <= step else later).append(line + b"\n")
+            if later:
+                aside.mkdir(parents=True, exist_ok=True)
+                (aside / name).write_bytes(b"".join(later))
+                self.write(name, b"".join(kept).decode())
 
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
-        with (self.path / name).open("a", encoding="utf-8") as file:
+        what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
+        with explained(what, "mend that and go on"), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -127,11 +202,11 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
 
 
-def _step_of(line: str) -> int:
-    """A line cut off by a crash belongs to no step that was finished."""
-    if logged := re.match(r"step:(\d+) ", line):
-        return int(logged[1])
+def _step_of(line: bytes) -> int:
+    """A line that a crash or a full disk left unreadable belongs to no step that was finished."""
     try:
-        return int(json.loads(line)["step"])
+        text = line.decode()
+        logged = re.match(r"step:(\d+) ", text)
+        return int(logged[1] if logged else json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):
         return 2**63

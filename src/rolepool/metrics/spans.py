@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-DRIVER = "driver"
-"""The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
-RULE_POOL = "reward_cpu"
-"""The pool of the helper processes that rule rewards run on."""
+from rolepool.placement.pools import DRIVER as DRIVER
+from rolepool.placement.pools import RULE_POOL as RULE_POOL
 
 
 class Span(NamedTuple):

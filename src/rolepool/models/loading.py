@@ -1,22 +1,26 @@
 """Models from Hugging Face folders: a policy, a critic, a reward model.
 
-Owns which class a role's model has. Weights are safetensors; code that comes with a model runs only when the user said
-so.
+Owns which class a role's model has, and that every weight of it comes from its files, but for a critic's new head. Code
+that comes with a model runs only when the user said so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -26,6 +30,37 @@ from rolepool.models.forward import add_token_scores
 
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of models in whose logits there is more than the last hidden state times the head."""
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
+"""What transformers raises of a folder that it cannot make a model from."""
+MAX_WEIGHTS_NAMED = 3
+
+
+def read_model_config(
+    key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
+) -> PretrainedConfig:
+    """The config of the model at `path`, the value of `key`. Refuses a folder without weights, or with a torn file."""
+    if path is None:
+        raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
+    folder = Path(path).expanduser()
+    is_folder, has_weights = folder.is_dir(), any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if is_folder and not (has_weights and (folder / "config.json").is_file()):
+        missing = "config.json" if has_weights else "weights"
+        raise ConfigError(f"{key}={path}: has no {missing}; give a folder with a config.json and *.safetensors files")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, **overrides
+        )
+    except UNREADABLE as error:
+        overridden = f" with {overrides}" if overrides else ""
+        what = f"cannot be loaded{overridden}" if is_folder else "is no folder here, and no model that the hub gives"
+        raise ConfigError(f"{key}={path}: {what} ({_line(error)}); give a model's folder or hub id") from None
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except UNREADABLE as error:
+            raise ConfigError(f"{key}={path}: {file.name} is not whole ({_line(error)}); copy it there again") from None
+    return config
 
 
 def load_policy(
@@ -46,7 +81,8 @@ def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool
     """The trunk of a language model and a head of one value per token, random at first where none is saved."""
     overrides = {"num_labels": 1, "classifier_dropout": 0.0}
     key = "critic.model.path"
-    return _load(AutoModelForTokenClassification, key, path, dtype, trust_remote_code, overrides, packed)
+    auto = AutoModelForTokenClassification
+    return _load(auto, key, path, dtype, trust_remote_code, overrides, packed, new_head=True)
 
 
 def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
@@ -64,21 +100,35 @@ def _load(
     trust_remote_code: bool,
     overrides: dict[str, Any],
     packed: bool,
+    *,
+    new_head: bool = False,
 ) -> nn.Module:
-    if path is None:
-        raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
+    config = read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=overrides)
+    model: nn.Module
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
         with _quiet():
-            model: nn.Module = auto.from_pretrained(
-                path,
+            model, info = auto.from_pretrained(
+                str(Path(str(path)).expanduser()),
                 config=config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=PACKED if packed else "sdpa",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told of, and refused below
             )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)})") from None
+    except UNREADABLE as error:
+        raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)}); give a model's folder or hub id") from None
+    trunk = f"{model.base_model_prefix}."
+    missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not new_head]
+    of_other_shape = [name for name, *_ in info["mismatched_keys"]]
+    for names, why in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
+        if names:
+            more = f" and {len(names) - MAX_WEIGHTS_NAMED} more" if len(names) > MAX_WEIGHTS_NAMED else ""
+            named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
+            raise ConfigError(
+                f"{key}={path}: weights of a {type(model).__name__} {why} ({named}), and would be random; "
+                "give such a model with all its weights; an override_config may not change its shape"
+            )
     # Dropout would make old and new log-probs of the same weights differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -88,7 +138,7 @@ def _load(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, and without the report that a critic's head is new, which it is meant to be."""
+    """Without progress bars, and without the report of weights that are new, which is ours to judge."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -100,4 +150,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what it says, with the next one where that goes on in it."""
+    return (str(error).strip().replace(":\n   ", ":").splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,5 @@
-"""What must divide what: batch sizes, tensor parallelism and sharding against each role's own pool.
+"""What must divide what: batch sizes, tensor parallelism and sharding against each role's own pool; and whether
+sequences are within the positions of the models.
 
 Owns the counts. Memory is `memory`'s, and an estimate; what is found here is certain and stops a run.
 """
@@ -6,11 +7,14 @@ Owns the counts. Memory is `memory`'s, and an estimate; what is found here is ce
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
 from rolepool.config.model_keys import Actor, Critic
+from rolepool.placement.models import ShapeUnknown, read_num_positions
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import Role
 
@@ -31,7 +35,21 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
         *_batches(config, plan),
         *_mini_batches(config, plan),
         *_multi_process(config, plan),
+        *_lengths(config, plan),
     ]
+
+
+def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:
+    """The models that a run loads, by the keys that name them: where each is, and what is overridden in it."""
+    policy = config.actor_rollout_ref.model
+    models: dict[str, tuple[str | None, Mapping[str, Any]]] = {
+        "actor_rollout_ref.model.path": (policy.path, policy.override_config)
+    }
+    if Role.Critic in plan.roles:
+        models["critic.model.path"] = config.critic.model.path, {}
+    if Role.RewardModel in plan.roles:
+        models["reward_model.model.path"] = config.reward_model.model.path, {}
+    return models
 
 
 def _tensor_parallel(config: Config, plan: Plan) -> Iterator[str]:
@@ -115,6 +133,27 @@ def _multi_process(config: Config, plan: Plan) -> Iterator[str]:
             "placement.mps=true: is for pools that share a GPU, and none does; leave it out, "
             "or set a share (placement.split.share=0.5)"
         )
+
+
+def _lengths(config: Config, plan: Plan) -> Iterator[str]:
+    """A sequence of a prompt and a response must have a place in every model that reads it."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    checked: set[str | None] = set()
+    for key, (path, overrides) in models_of(config, plan).items():
+        if path in checked:  # a critic from the policy's folder is judged as the policy, overrides included
+            continue
+        checked.add(path)
+        scored = config.reward_model.max_length if key.startswith("reward_model") else None
+        longest = min(prompt + response, scored or prompt + response)
+        with suppress(ShapeUnknown):  # models that are not on disk yet, and those without a limit
+            limit = read_num_positions(path, overrides)
+            if longest > limit:
+                remedy = f", or set reward_model.max_length={limit}" if key.startswith("reward_model") else ""
+                yield (
+                    f"data.max_prompt_length={prompt}: with data.max_response_length={response} a sequence may have "
+                    f"{prompt + response} tokens, and {key}={path} has {limit} positions (max_position_embeddings); "
+                    f"use at most {limit} together{remedy}"
+                )
 
 
 def _sequences(prompts: int, samples: int) -> str:

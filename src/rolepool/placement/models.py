@@ -76,20 +76,35 @@ class ModelShape:
 
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of a model folder or of a hub id that lies in the local cache. Raises ShapeUnknown with the reason."""
+    file, content = _read_config(path, overrides)
+    try:
+        return _shape_of(content)
+    except (KeyError, TypeError) as error:
+        raise ShapeUnknown(
+            f"{file} does not describe a Llama-like decoder ({error} is missing or of another type)"
+        ) from error
+
+
+def read_num_positions(path: str | None, overrides: Mapping[str, Any] | None = None) -> int:
+    """The tokens that a sequence may have. Raises ShapeUnknown where that is not known."""
+    file, content = _read_config(path, overrides)
+    try:
+        return _size(content, "max_position_embeddings", "n_positions")
+    except (KeyError, TypeError) as error:
+        raise ShapeUnknown(f"{file} does not say how many positions the model has ({error})") from error
+
+
+def _read_config(path: str | None, overrides: Mapping[str, Any] | None) -> tuple[Path, dict[str, Any]]:
     if path is None:
         raise ShapeUnknown("no model path is set")
     file = _find_config(path)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ShapeUnknown(f"{file} is not a JSON object")
-        return _shape_of({**content, **(overrides or {})})
     except (OSError, ValueError) as error:
         raise ShapeUnknown(f"{file} cannot be read ({error})") from error
-    except (KeyError, TypeError) as error:
-        raise ShapeUnknown(
-            f"{file} does not describe a Llama-like decoder ({error} is missing or of another type)"
-        ) from error
+    if not isinstance(content, dict):
+        raise ShapeUnknown(f"{file} is not a JSON object")
+    return file, {**content, **(overrides or {})}
 
 
 def _find_config(path: str) -> Path:

@@ -1,6 +1,7 @@
 """Pools, and which roles live in them, before anybody has asked which GPUs there are.
 
-Owns `ResourcePool` and `ResourcePoolManager`. Does not know nodes or GPUs: `slots` finds those.
+Owns `ResourcePool` and `ResourcePoolManager`, and the names that no pool may have. Does not know nodes or GPUs: `slots`
+finds those.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import Any
 
 from rolepool.errors import PlacementError
 from rolepool.placement.roles import Role, home_of
+
+DRIVER = "driver"
+"""The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
+RULE_POOL = "reward_cpu"
+"""The pool of the helper processes that rule rewards run on."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,11 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_node", tuple(self.per_node))
+        if self.name in (DRIVER, RULE_POOL):
+            raise PlacementError(
+                f"placement.pools.{self.name}={list(self.per_node)}: timings use this name for processes beside the "
+                "pools; choose another name"
+            )
         if any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in self.per_node):
             raise PlacementError(
                 f"pool {self.name}: {list(self.per_node)} must be whole numbers from 0 on, one per node"

@@ -15,9 +15,12 @@ import torch
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
+from rolepool.data.rewards import load_reward_function
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.metrics.spans import RULE_POOL
+from rolepool.models.loading import read_model_config
 from rolepool.placement import Plan, Role
+from rolepool.placement.checks import models_of
 from rolepool.placement.models import ShapeUnknown, read_shape
 from rolepool.protocol import CallFuture
 from rolepool.roles.actor import Actor
@@ -91,6 +94,15 @@ def build_roles(
         ref=ready.get(Role.RefPolicy),
         sync_weights=sync(ready[Role.Actor], ready[Role.Rollout]),
     )
+
+
+def check_inputs(config: Config, plan: Plan) -> None:
+    """Refuse, before a process is started, models and a reward function that none could load."""
+    trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
+    for key, (path, overrides) in models_of(config, plan).items():
+        read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=dict(overrides))
+    if Role.RewardModel not in plan.roles:
+        load_reward_function(config.custom_reward_function)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

@@ -50,20 +50,26 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The last whole one in the folder, whether it is to be gone on from or not."""
-        return newest_checkpoint(self._folder.path, self._parts)
+        return newest_checkpoint(self._folder.path)
 
     def find(self) -> Path | None:
         """The checkpoint to go on from; None starts anew."""
-        if self._keys.resume_mode == "auto":
-            return self.newest
         if self._keys.resume_mode == "disable":
             return None
-        path = Path(self._keys.resume_from_path or "")
-        missing = [part for part in ("trainer.json", *self._parts) if not (path / part).exists()]
+        is_auto = self._keys.resume_mode == "auto"
+        path = self.newest if is_auto else Path(self._keys.resume_from_path or "")
+        if path is None:
+            return None
+        missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
+        if missing and is_auto:
+            raise ConfigError(
+                f"trainer.resume_mode=auto: the newest checkpoint, {path}, has no {missing}; "
+                "go on with the keys it was saved under, or set trainer.resume_mode=disable to start anew"
+            )
         if missing:
             raise ConfigError(
-                f"trainer.resume_from_path={path}: no {' and no '.join(missing)} there; give the folder of a "
-                "checkpoint, such as runs/NAME/checkpoints/step_000010"
+                f"trainer.resume_from_path={path}: no {missing} there; give the folder of a checkpoint, such as "
+                "runs/NAME/checkpoints/step_000010"
             )
         return path
 

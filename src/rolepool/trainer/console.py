@@ -52,6 +52,9 @@ class TrainingConsole(Observer):
     def __exit__(self, *problem: object) -> None:
         self._progress.stop()
 
+    def on_notice(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
         if scores:

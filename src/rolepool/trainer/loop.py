@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,10 +27,11 @@ from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import driver_span
+from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, Role, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import Roles, build_roles
+from rolepool.trainer.build import Roles, build_roles, check_inputs
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
 from rolepool.trainer.rows import record, step_row
 from rolepool.trainer.step import StepCalls, ppo_step
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 class Observer:
     """Told of a run as it goes on. Does nothing; a console does more."""
+
+    def on_notice(self, line: str) -> None:
+        """Where the run starts, and what becomes of an earlier one."""
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         """A row of metrics was written."""
@@ -90,6 +95,7 @@ class Trainer:
         problems = find_problems(self.config, self.plan)
         if problems:
             raise PlacementError(problems)
+        check_inputs(self.config, self.plan)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
         data = self.config.data
@@ -101,29 +107,35 @@ class Trainer:
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
         self.estimator = Estimator(self.config)
+        self.loggers = Loggers(self.config)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
         self.interrupt = Interrupt()
-        self.loggers = Loggers(self.config)
         self.start_step = self.saved_step = 0
         self._before: list[Recorded] = []
 
     def run(self) -> None:
         """Train to the last step, from the checkpoint to resume from, if there is one."""
-        with self.interrupt.watch():
-            self._run()
+        with self.interrupt.watch(), self.folder.hold():
+            saved = self.checkpoints.find()
+            if saved is not None:
+                position = read_position(saved)
+                self.loader.load_state_dict(position.data)
+                self.estimator.kl_controller.load_state_dict(position.kl_controller)
+                self.start_step = position.step
+            goes_on_here = saved is not None and saved.resolve().parent == self.folder.checkpoints.resolve()
+            if not goes_on_here:
+                self.folder.check_is_ours()
+            if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
+                self.observer.on_notice(self._nothing_left(saved))
+                return
+            try:
+                self._run(saved, after_step=self.start_step if goes_on_here else None)
+            finally:  # no process of the run is writing any more
+                remove_unfinished(self.folder.path)
 
-    def _run(self) -> None:
-        saved = self.checkpoints.find()
-        if saved is not None:
-            position = read_position(saved)
-            self.loader.load_state_dict(position.data)
-            self.estimator.kl_controller.load_state_dict(position.kl_controller)
-            self.start_step = position.step
-        self.folder.begin(after_step=self.start_step if saved is not None else None)
-        self.folder.write("config.yaml", self.loaded.to_yaml())
-        self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
-        self.loggers.start(self.folder.path)
+    def _run(self, saved: Path | None, after_step: int | None) -> None:
+        """Nothing of an earlier run is touched before all that can fail at the start has been done."""
         ray_init = self.config.ray_kwargs.ray_init
         with Cluster(
             self.plan,
@@ -136,15 +148,34 @@ class Trainer:
             if self.checkpoints.are_on or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
-                logger.info("going on from %s", saved)
+                self.observer.on_notice(f"going on from step {self.start_step} ({saved})")
                 self.checkpoints.load(roles, saved)
             for call in roles.sync_weights(self.start_step):
                 call.get()
             self.monitors = cluster.start_monitors()
+            if after_step is None or not self.config.trainer.val_only:  # a validation is added to the run it is of
+                self._begin(after_step)
+            self.loggers.start(self.folder.path)
             try:
                 self._train(roles)
             finally:
                 self.loggers.close()
+
+    def _begin(self, after_step: int | None) -> None:
+        aside = self.folder.begin(after_step)
+        if aside is not None:
+            what = "an earlier run" if after_step is None else f"what came after step {after_step}"
+            self.observer.on_notice(f"{what} is now in {aside}")
+        self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
+        self.folder.write("config.yaml", self.loaded.to_yaml())
+
+    def _nothing_left(self, saved: Path) -> str:
+        has_epochs = self.config.trainer.total_training_steps is None
+        key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
+        return (
+            f"nothing left to do: {saved} is of step {self.start_step}, and {key}={self.loaded.value_of(key)} ends "
+            f"with step {self.num_steps}; raise it to go on, or set trainer.resume_mode=disable to start anew"
+        )
 
     def _train(self, roles: Roles) -> None:
         keys = self.config.trainer

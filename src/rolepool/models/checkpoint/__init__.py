@@ -17,6 +17,7 @@ from rolepool.models.checkpoint.folders import (
     newest_checkpoint,
     publish,
     remove_old,
+    remove_unfinished,
     temporary_folder,
 )
 from rolepool.models.checkpoint.state import load_trained, save_trained
@@ -28,6 +29,7 @@ __all__ = [
     "newest_checkpoint",
     "publish",
     "remove_old",
+    "remove_unfinished",
     "save_trained",
     "temporary_folder",
 ]

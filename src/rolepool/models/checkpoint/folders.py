@@ -79,8 +79,7 @@ def remove_old(run_dir: Path, part: str, keep: int) -> None:
     A checkpoint goes when its last part does. As damaged ones do not count, the newest whole one always stays.
     """
     assert keep >= 1
-    for leftover in (run_dir / "checkpoints").glob(".tmp-removed-*"):
-        shutil.rmtree(leftover)
+    remove_unfinished(run_dir)
     num_kept = 0
     for folder in _newest_first(run_dir):
         if not (folder / part).is_dir():
@@ -91,6 +90,12 @@ def remove_old(run_dir: Path, part: str, keep: int) -> None:
             _remove(folder, folder.parent / f".tmp-removed-{folder.name}")
         else:
             _remove(folder / part, folder.parent / f".tmp-removed-{folder.name}-{part}")
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what saves and removals that did not end have left."""
+    for leftover in (run_dir / "checkpoints").glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _newest_first(run_dir: Path) -> list[Path]:

@@ -37,7 +37,7 @@ FILE_BYTES = 2**30
 """About the size of a file: what a rank holds in host memory besides a model on a GPU."""
 
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
-_SHOWN_PROBLEMS = 8
+_SHOWN_MISFITS = 3
 
 
 class RankState(BaseModel):
@@ -91,10 +91,13 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
     saved; otherwise they stay as they were seeded. Everything is checked before anything is changed.
     """
     saved = read_saved(folder)
-    problems = [f"{folder}: {problem}" for problem in _misfits(saved.tensors, trained)]
-    if problems:
-        more = len(problems) - _SHOWN_PROBLEMS
-        raise ConfigError([*problems[:_SHOWN_PROBLEMS], *([f"and {more} more problems"] if more > 0 else [])])
+    misfits = list(_misfits(saved.tensors, trained))
+    if misfits:
+        more = f"; and {len(misfits) - _SHOWN_MISFITS} more" if len(misfits) > _SHOWN_MISFITS else ""
+        raise ConfigError(
+            f"{folder}: was saved from another model ({'; '.join(misfits[:_SHOWN_MISFITS])}{more}); set the model that "
+            "it was saved from, or start anew with trainer.resume_mode=disable"
+        )
     trained.optimizer.state.clear()
     with trained.on_device(training=True), torch.no_grad():
         _make_states(trained, saved.tensors)
@@ -219,7 +222,7 @@ def _misfits(saved: Mapping[str, TensorStorageMetadata], trained: TrainedModel) 
         if there.size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
             has = f"{list(tensor.shape)} {tensor.dtype}"
             yield f"{name} is {list(there.size)} {dtype}, and the model has {has}".replace("torch.", "")
-    yield from (f"{name} is saved, and the model has no such tensor" for name in saved if name not in wanted)
+    yield from (f"{name} is saved, and the model has no such tensor" for name in sorted(saved.keys() - wanted.keys()))
 
 
 def _hf_config(model: PreTrainedModel) -> str:
