@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Role, build_plan
@@ -115,7 +115,7 @@ def make_config(model: Path, case: Case, tiny: bool) -> Config:
             f"actor_rollout_ref.model.path={model}",
             f"critic.model.path={model}",
             "reward_model.enable=true",
-            f"reward_model.model.path={model}",
+            f"reward_model.model.path={model / 'reward'}",
             f"actor_rollout_ref.model.enable_gradient_checkpointing={str(case.checkpointing).lower()}",
             f"critic.model.enable_gradient_checkpointing={str(case.checkpointing).lower()}",
             "actor_rollout_ref.rollout.ignore_eos=true",
@@ -134,15 +134,17 @@ def make_config(model: Path, case: Case, tiny: bool) -> Config:
     ).config
 
 
-def make_model(content: dict[str, Any], device: str, folder: Path) -> None:
-    """Random weights, of which nothing stays on the device."""
+def make_models(content: dict[str, Any], device: str, folder: Path) -> None:
+    """A policy, and a reward model in `folder`/reward: random weights, of which nothing stays on the device."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    del model
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    config: Any = AutoConfig.for_model(**content, num_labels=1)
+    for auto, where in ((AutoModelForCausalLM, folder), (AutoModelForSequenceClassification, folder / "reward")):
+        with torch.device(device):
+            model: Any = auto.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(where)
+        del model
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def make_rows(config: Config, vocab_size: int) -> DataProto:
@@ -357,7 +359,7 @@ def show(role: Role, planned: RoleMemory, measured: Measured, has_gpu: bool) -> 
 def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Path) -> bool:
     content = json.loads((ROOT / "recipes" / "shapes" / case.shape / "config.json").read_text(encoding="utf-8"))
     device = "cpu" if options.tiny else "cuda"
-    make_model(content, device, folder)
+    make_models(content, device, folder)
     config = make_config(folder, case, options.tiny)
     (pool,) = estimate_memory(config, build_plan(config), int(options.gpu_memory * GIB)).pools.values()
     print(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolepool.config import Config, load_config
 from rolepool.data.demo import make_demo
@@ -136,13 +136,16 @@ def four_layers(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     with torch.device("cuda"):
         shape = AutoConfig.for_model(**{**content, "num_hidden_layers": 4})
         AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
+        shape.num_labels = 1
+        rewarding = AutoModelForSequenceClassification.from_config(shape, dtype=torch.bfloat16)
+    rewarding.save_pretrained(folder / "reward")
     return load_config(
         [],
         [
             f"actor_rollout_ref.model.path={folder}",
             f"critic.model.path={folder}",
             "reward_model.enable=true",
-            f"reward_model.model.path={folder}",
+            f"reward_model.model.path={folder / 'reward'}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
             "critic.model.enable_gradient_checkpointing=false",
             "algorithm.use_kl_in_reward=true",
