@@ -17,8 +17,8 @@ was in use when the script began; torch's is the most that it had allocated, in 
 rolepool's, `controller` is the share in which no worker process runs an operation, and `fetch` the share in which
 they fetch what one was given, both from spans.jsonl; `kernels` is the share in which NVML sees a kernel run.
 
-Each part is a process of its own, and a failed one does not stop the others. On an H200 with a slow host: standard
-105 s, most of it compiling, split 80 s, mps 70 s, a step of TRL's 40 to 60 s; with passes of 64 rows TRL runs out of
+Each part is a process of its own, and a failed one does not stop the others. On an H200: standard and idle 85 to 110 s,
+most of it compiling, split and mps 70 to 95 s, a step of TRL's 22 to 60 s; with passes of 64 rows TRL runs out of
 140 GB.
 """
 
