@@ -73,12 +73,12 @@ def test_a_row_that_has_ended_takes_no_more_tokens_and_stands_still(scattered: b
     assert rows.tokens[:3].tolist() == [6, 5, 9]
     assert rows.finished() == [1, 2]
     first, second = rows.take([1, 2])
-    assert (first.request, first.tokens, first.log_probs) == (11, [2, 5], [-2.0, -5.0])
-    assert (second.request, second.tokens) == (12, [3, 9])
+    assert (first.request, first.tokens.tolist(), first.log_probs.tolist()) == (11, [2, 5], [-2.0, -5.0])
+    assert (second.request, second.tokens.tolist()) == (12, [3, 9])
     rows.leave([1, 2], cache)
     assert rows.num_running == 1
     record(rows, 1)
-    assert rows.take(rows.finished())[0].tokens == [1, 4, 6, 6, 1]
+    assert rows.take(rows.finished())[0].tokens.tolist() == [1, 4, 6, 6, 1]
 
 
 @pytest.mark.parametrize("scattered", [True, False])

@@ -98,15 +98,15 @@ class Rollout(Worker):
         """Prompts left-padded, responses right-padded, both to the lengths that the config allows."""
         num, width, length = len(requests), self.config.data.max_prompt_length, self.config.data.max_response_length
         num_prompt = torch.tensor([len(request.token_ids) for request in requests])
-        num_new = torch.tensor([len(completion.token_ids) for completion in completions])
+        num_new = torch.tensor([len(completion.token_array) for completion in completions])
         prompt_mask = torch.arange(width) >= width - num_prompt[:, None]
         response_mask = torch.arange(length) < num_new[:, None]
         prompts = torch.full((num, width), self.pad_token_id)
         prompts[prompt_mask] = tensor_of(request.token_ids for request in requests)
         responses = torch.full((num, length), self.pad_token_id)
-        responses[response_mask] = tensor_of(completion.token_ids for completion in completions)
+        responses[response_mask] = torch.from_numpy(np.concatenate([one.token_array for one in completions]))
         log_probs = torch.zeros(num, length)
-        log_probs[response_mask] = tensor_of((completion.log_probs for completion in completions), np.float32)
+        log_probs[response_mask] = torch.from_numpy(np.concatenate([one.log_prob_array for one in completions]))
         attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
         return DataProto.from_dict(
             {

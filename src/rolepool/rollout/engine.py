@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rolepool.errors import ConfigError
@@ -60,17 +62,33 @@ class Request:
     """Of this request; None takes that of the `Sampling`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """A response."""
+    """A response. Its numbers are arrays, as lists of all tokens of a batch take long to make; `token_ids` and
+    `log_probs` are lists, for who looks at single ones."""
 
-    token_ids: list[int]
+    token_array: npt.NDArray[np.int64]
     """The stop token included."""
-    log_probs: list[float]
+    log_prob_array: npt.NDArray[np.float32]
     """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. Greedy decoding
     samples from no distribution; its log-probs are those of the plain softmax of the logits."""
     finish_reason: FinishReason
     weights_version: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.token_array.tolist())
+
+    @property
+    def log_probs(self) -> list[float]:
+        return list(self.log_prob_array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        is_same_text = np.array_equal(self.token_array, other.token_array)
+        is_same = is_same_text and np.array_equal(self.log_prob_array, other.log_prob_array)
+        return is_same and (self.finish_reason, self.weights_version) == (other.finish_reason, other.weights_version)
 
 
 @dataclass(frozen=True)

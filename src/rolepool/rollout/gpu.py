@@ -19,9 +19,9 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def tensor_of(lists: Iterable[Iterable[float]], dtype: type[np.generic] = np.int64) -> Tensor:
+def tensor_of(lists: Iterable[Iterable[int]]) -> Tensor:
     """The numbers of all lists, one after another. Torch would take ten times as long to read them."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), np.int64))
 
 
 def bucket_of(num_rows: int, most: int) -> int:

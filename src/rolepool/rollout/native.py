@@ -6,13 +6,13 @@ computed (`decoder`), how a token is chosen (`sampling`), nor where new weights 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -343,7 +343,7 @@ class _Generation:
         if not indices:
             return
         for request, tokens, log_probs in self._rows.take(indices):
-            if not all(map(math.isfinite, log_probs)):
+            if not np.isfinite(log_probs).all():
                 raise RolepoolError(
                     f"request {request}: the model's logits are not finite (weights version {self._version}): "
                     "its weights hold NaN or have diverged"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,8 +38,8 @@ class Taken(NamedTuple):
     """A sample that has ended."""
 
     request: int
-    tokens: list[int]
-    log_probs: list[float]
+    tokens: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.float32]
 
 
 class Rows:
@@ -140,9 +142,9 @@ class Rows:
         slots = torch.tensor([self._rows[index].slot for index in indices], device=self._device)
         counts = self.steps[torch.tensor(indices, device=self._device)].tolist()
         most = max(counts)
-        sampled, log_probs = (storage[slots, :most].cpu() for storage in (self._sampled, self._log_probs))
+        sampled, log_probs = (storage[slots, :most].cpu().numpy() for storage in (self._sampled, self._log_probs))
         return [
-            Taken(self._rows[index].request, sampled[i, :count].tolist(), log_probs[i, :count].tolist())
+            Taken(self._rows[index].request, sampled[i, :count], log_probs[i, :count])
             for i, (index, count) in enumerate(zip(indices, counts, strict=True))
         ]
 
