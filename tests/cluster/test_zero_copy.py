@@ -97,13 +97,13 @@ def readers(local_ray: None) -> tuple[Any, Any]:
 
 def rich_batch() -> DataProto:
     """Every kind of column, large ones that are mapped and small ones that are copied."""
-    lengths = torch.arange(64) * 100
+    lengths = torch.arange(64) * 200
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return DataProto.from_dict(
         {
-            "int64": torch.arange(64 * 1000).reshape(64, 1000),
-            "bf16": torch.arange(64 * 1000).reshape(64, 1000).to(torch.bfloat16) + 2,
-            "bool": torch.zeros(64, 4000, dtype=torch.bool),
+            "int64": torch.arange(64 * 4000).reshape(64, 4000),
+            "bf16": torch.arange(64 * 10_000).reshape(64, 10_000).to(torch.bfloat16) + 2,
+            "bool": torch.zeros(64, 20_000, dtype=torch.bool),
             "jagged": torch.nested.nested_tensor_from_jagged(torch.zeros(int(offsets[-1])), offsets),
             "small": torch.zeros(64),
             "no columns": torch.zeros(64, 0),
@@ -113,7 +113,7 @@ def rich_batch() -> DataProto:
             "text": [f"row {i}" for i in range(64)],
             "scores": np.zeros((64, 500)),
         },
-        {"step": 3, "baseline": torch.zeros(100_000), "scalar": torch.tensor(2.0, dtype=torch.bfloat16)},
+        {"step": 3, "baseline": torch.zeros(400_000), "scalar": torch.tensor(2.0, dtype=torch.bfloat16)},
     )
 
 
@@ -217,7 +217,7 @@ def test_an_object_lives_as_long_as_a_tensor_on_it_and_no_longer(readers: tuple[
 
 
 def test_any_value_can_be_sent_encoded_and_is_private_when_decoded(readers: tuple[Any, Any]) -> None:
-    weights = {"layer": [torch.zeros(100_000), torch.zeros(3)]}
+    weights = {"layer": [torch.zeros(400_000), torch.zeros(3)]}
     reference = ray.put(encode(weights))
     first, second = ray.get(reference).decode(), ray.get(reference).decode()
     first["layer"][0].fill_(1)

@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 
 Buffer = npt.NDArray[np.uint8]
 
-# Mapping costs a look at /proc (about 1 ms when nothing of this memory is held yet); below this a copy is cheaper.
-MIN_MAPPED_BYTES = 64 * 1024
+# Mapping costs a look at /proc: about 1 ms when nothing of this memory is held yet, and more in a process with CUDA.
+# Below this a copy is cheaper.
+MIN_MAPPED_BYTES = 2**20
 
 
 # --- the picklable form -------------------------------------------------------------------------------------------
