@@ -24,7 +24,8 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
     """Run a program on these arguments, or on those of this process, and return its exit code; None of it is fine."""
     try:
         code = program(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the shell closed it
+            sys.stdout.flush()
         return code or EXIT_FINE
     except SystemExit as ended:  # all that was wanted was help; or it was Ray, which was starting
         return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_FINE

@@ -141,6 +141,18 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(
     assert rows_of(done) == rows_of(whole)
 
 
+def test_a_validation_of_something_else_does_not_set_a_run_aside(
+    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = tmp_path / "done"
+    shutil.copytree(whole, done)
+    keys = ["trainer.val_only=true", "trainer.resume_mode=disable", *TOO_MANY_RANKS]
+    assert main(["train", *small_keys(demo, done, *STEPS, *keys)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: trainer.val_only=true: ") and f"trainer.default_local_dir={done} holds a run" in line
+    assert rows_of(done) == rows_of(whole)
+
+
 def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
     demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

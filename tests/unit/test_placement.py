@@ -550,7 +550,7 @@ def test_mps_without_gpus_is_refused() -> None:
     assert problems(shared) == ["placement.mps=true: is for GPUs, and trainer.device=cpu uses none; leave it out"]
 
 
-# Overlap
+# Lengths
 
 
 @pytest.fixture
@@ -596,6 +596,24 @@ def test_a_reward_model_needs_positions_for_what_it_scores_only(positions: Calla
     assert line.endswith("or set reward_model.max_length=64")
     assert problems_of(f"{models} reward_model.enable=true reward_model.max_length=64") == []
     assert problems_of(models) == [], "it is not loaded"
+
+
+@pytest.mark.parametrize(
+    ("rope", "enough"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 40}}, True),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, True),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, False),
+        ({"rope_scaling": None}, False),
+    ],
+)
+def test_stretched_rotary_embeddings_have_more_positions(tmp_path: Path, rope: dict[str, object], enough: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, **rope}))
+    assert (problems_of(f"actor_rollout_ref.model.path={tmp_path}") == []) == enough
+
+
+# Overlap
 
 
 def test_in_one_pool_only_a_rule_reward_overlaps() -> None:

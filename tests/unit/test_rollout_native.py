@@ -211,6 +211,13 @@ def test_one_new_token_needs_no_decode_step() -> None:
         assert completion.token_ids == generated_by_transformers(model, request, 1)
 
 
+def test_stretched_rotary_embeddings_are_used_to_their_end() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+    model, request = make_model(rope_parameters=rope), Request([1, 2, 3] * 40, 0, 40)
+    (completion,) = make_engine(model).generate([request], GREEDY)
+    assert completion.token_ids == generated_by_transformers(model, request, 40)
+
+
 def test_no_requests_no_completions() -> None:
     assert make_engine(make_model()).generate([], GREEDY) == []
 

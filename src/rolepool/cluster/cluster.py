@@ -138,7 +138,11 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
 def _init_ray(**options: Any) -> None:
     """With the program's handler of SIGTERM, where it has one, for Ray sets one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(logging_level=logging.WARNING, **options)
+    try:
+        ray.init(logging_level=logging.WARNING, **options)
+    except BaseException:
+        ray.shutdown()  # what has started by now
+        raise
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 

@@ -34,6 +34,7 @@ NAMES = (
     "tensorboard",
     "validation",
     "checkpoints",
+    "trace.json",
     "plan.json",
 )
 """All that a run writes. The plan is the mark of a run: it comes first, and goes last when a run is set aside."""
@@ -46,7 +47,7 @@ class RunFolder:
     """A folder with these names in it, and possibly with others, which are left alone."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
 
     @property
     def checkpoints(self) -> Path:
@@ -69,10 +70,11 @@ class RunFolder:
                 raise ConfigError(
                     f"{key}: another run writes there ({lock.read()}); wait until it ends, or name another folder"
                 )
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
             try:
+                with explained(f"{key}: cannot be written", "make room, or name another folder"):
+                    lock.truncate(0)
+                    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+                    lock.flush()
                 yield
             finally:
                 file.unlink(missing_ok=True)
@@ -89,14 +91,18 @@ class RunFolder:
             logger.warning("%s cannot be locked (%s): start no other run in it", self.path, error.strerror)
         return os.fstat(lock.fileno()).st_nlink > 0  # else its holder removed it after it was opened here
 
+    @property
+    def holds_a_run(self) -> bool:
+        return (self.path / "plan.json").exists()
+
     def check_is_ours(self) -> None:
         """Files that have a run's names, and that no run wrote, would be moved or replaced by a new run."""
         found = self._found()
-        if found and not (self.path / "plan.json").exists():
+        if found and not self.holds_a_run:
             names = ", ".join(path.name for path in found)
             raise ConfigError(
                 f"trainer.default_local_dir={self.path}: {names} would be in the run's way, and no run wrote that "
-                "(there is no plan.json); name a new folder"
+                "(there is no plan.json); name a new folder, and have a shell write its output elsewhere"
             )
 
     def begin(self, after_step: int | None) -> Path | None:

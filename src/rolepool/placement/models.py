@@ -89,9 +89,17 @@ def read_num_positions(path: str | None, overrides: Mapping[str, Any] | None = N
     """The tokens that a sequence may have. Raises ShapeUnknown where that is not known."""
     file, content = _read_config(path, overrides)
     try:
-        return _size(content, "max_position_embeddings", "n_positions")
+        return num_positions(content)
     except (KeyError, TypeError) as error:
         raise ShapeUnknown(f"{file} does not say how many positions the model has ({error})") from error
+
+
+def num_positions(content: Mapping[str, Any]) -> int:
+    """Of a model with this config: what it says, or as far as its rotary embeddings are stretched."""
+    said = _size(content, "max_position_embeddings", "n_positions")
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    stretched = rope.get("original_max_position_embeddings", said) * rope.get("factor", 1)
+    return max(said, int(stretched))
 
 
 def _read_config(path: str | None, overrides: Mapping[str, Any] | None) -> tuple[Path, dict[str, Any]]:
@@ -141,7 +149,7 @@ def _shape_of(content: dict[str, Any]) -> ModelShape:
     )
 
 
-def _size(content: dict[str, Any], *names: str, default: int | None = None) -> int:
+def _size(content: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The first of the entries that is there and not null or 0; models spell "none of these" in all three ways."""
     name = next((name for name in names if content.get(name)), None)
     if name is None:

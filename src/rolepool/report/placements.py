@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
+from types import FrameType
 
 from rolepool.config import load_config
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.placement.checks import find_problems
 from rolepool.placement.plan import build_plan
 
@@ -37,7 +38,7 @@ def run_placements(
     home = _free_folder(Path("runs") / f"compare_{Path(recipe).stem}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # a `kill` or a closed terminal, unless under nohup
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _terminate)
     folders, failures = [], []
     for name, placement in placements.items():
         folder, log = home / name, home / f"{name}.log"
@@ -57,16 +58,20 @@ def run_placements(
 def _wait_for(child: subprocess.Popen[bytes]) -> int:
     """Its exit code. Ctrl-C is handed on, each of them once as the child is in a process group of its own, and raised
     when the child has ended."""
-    interrupted = False
+    interrupted: type[KeyboardInterrupt] | None = None
     while child.returncode is None:
         try:
             child.wait()
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt as interrupt:
+            interrupted = type(interrupt)
             child.send_signal(signal.SIGINT)
-    if interrupted:
-        raise KeyboardInterrupt("the run that was training has ended too")
+    if interrupted is not None:
+        raise interrupted("the run that was training has ended too")
     return child.returncode
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: dict[str, list[str]]) -> None:

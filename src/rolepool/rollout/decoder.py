@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rolepool.errors import RolepoolError
 from rolepool.models.packing import on_device
+from rolepool.placement.models import num_positions
 from rolepool.rollout import gpu
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
@@ -127,7 +128,7 @@ class Decoder:
         self._num_kv_heads: int = attention.k_proj.weight.shape[0] // self._head_dim
         self._is_silu = config.hidden_act == "silu"
         self._place: Tensor | None = None
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions = num_positions(config.to_dict())
         self.vocab_size: int = config.vocab_size
 
     @property

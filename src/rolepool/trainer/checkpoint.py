@@ -57,7 +57,7 @@ class Checkpoints:
         if self._keys.resume_mode == "disable":
             return None
         is_auto = self._keys.resume_mode == "auto"
-        path = self.newest if is_auto else Path(self._keys.resume_from_path or "")
+        path = self.newest if is_auto else Path(self._keys.resume_from_path or "").expanduser()
         if path is None:
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())

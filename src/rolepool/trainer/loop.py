@@ -21,7 +21,7 @@ from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
-from rolepool.errors import PlacementError, Terminated
+from rolepool.errors import ConfigError, PlacementError, Terminated
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
@@ -126,6 +126,7 @@ class Trainer:
             goes_on_here = saved is not None and saved.resolve().parent == self.folder.checkpoints.resolve()
             if not goes_on_here:
                 self.folder.check_is_ours()
+                self._check_validates_alone(saved)
             if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
                 self.observer.on_notice(self._nothing_left(saved))
                 return
@@ -133,6 +134,15 @@ class Trainer:
                 self._run(saved, after_step=self.start_step if goes_on_here else None)
             finally:  # no process of the run is writing any more
                 remove_unfinished(self.folder.path)
+
+    def _check_validates_alone(self, saved: Path | None) -> None:
+        """A validation of something else would set a whole run aside."""
+        if self.config.trainer.val_only and self.folder.holds_a_run:
+            what = self.config.actor_rollout_ref.model.path if saved is None else saved
+            raise ConfigError(
+                f"trainer.val_only=true: {what} would be validated, and trainer.default_local_dir={self.folder.path} "
+                "holds a run; name another folder, or validate its newest checkpoint with trainer.resume_mode=auto"
+            )
 
     def _run(self, saved: Path | None, after_step: int | None) -> None:
         """Nothing of an earlier run is touched before all that can fail at the start has been done."""

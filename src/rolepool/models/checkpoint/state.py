@@ -96,7 +96,7 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         more = f"; and {len(misfits) - _SHOWN_MISFITS} more" if len(misfits) > _SHOWN_MISFITS else ""
         raise ConfigError(
             f"{folder}: was saved from another model ({'; '.join(misfits[:_SHOWN_MISFITS])}{more}); set the model that "
-            "it was saved from, or start anew with trainer.resume_mode=disable"
+            "it was saved from, or start anew with trainer.resume_mode=disable and no trainer.resume_from_path"
         )
     trained.optimizer.state.clear()
     with trained.on_device(training=True), torch.no_grad():
