@@ -6,6 +6,7 @@ Owns the monitoring processes. What they do needs neither torch nor this package
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup
-from rolepool.metrics.sampling import NodeMonitor, Watched
+from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Monitors:
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._actors: dict[str, Any] = {}
         self._ahead_s: dict[str, float] = {}
+        self._due_s = 0.0
         roles = {group.name: list(group.roles) for group in groups}
         watched: dict[str, list[Watched]] = {}
         addresses: dict[str, str] = {}
@@ -42,7 +44,11 @@ class Monitors:
             self._actors[node_id] = actor_class.remote(addresses[node_id], there, roles)
 
     def take(self) -> list[dict[str, Any]]:
-        """What all monitors saw since the last time, by the driver's clock."""
+        """What all monitors saw since the last time, by the driver's clock. They are not asked before they can have
+        seen more."""
+        if time.monotonic() < self._due_s:
+            return []
+        self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
         for node_id, actor in list(self._actors.items()):
             try:

@@ -155,6 +155,7 @@ class Trainer:
             run_seed=self.config.trainer.seed,
         ) as cluster:
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
+            self.monitors = cluster.start_monitors()  # which take as long to start as small models to load
             if self.checkpoints.are_on or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
@@ -162,7 +163,6 @@ class Trainer:
                 self.checkpoints.load(roles, saved)
             for call in roles.sync_weights(self.start_step):
                 call.get()
-            self.monitors = cluster.start_monitors()
             if after_step is None or not self.config.trainer.val_only:  # a validation is added to the run it is of
                 self._begin(after_step)
             self.loggers.start(self.folder.path)
