@@ -115,7 +115,7 @@ def test_placements_train_and_are_compared_and_a_step_is_profiled(python: Python
         assert table["step"][column] == pytest.approx(step_s, abs=1e-4)
         assert {row["response_length/mean"] for row in rows} == {16.0}
         (summary,) = [line for line in words if line[0] == placement]
-        assert float(summary[2]) == pytest.approx(16 / step_s, rel=0.01)
+        assert float(summary[2]) == pytest.approx(64 / step_s, rel=0.01)  # prompts of the tiny work
 
     share = re.search(r"no kernel runs in ([\d.]+)%", ended.stdout)
     assert share is not None and 0 < float(share[1]) < 100
