@@ -87,7 +87,7 @@ class Work:
 
 
 FULL = Work("qwen2.5-0.5b", 256, 128, 256)
-TINY = Work("qwen2-tiny", 4 * SPLIT_ROWS, 16, 16)
+TINY = Work("qwen2-tiny", MINI_BATCHES * SPLIT_ROWS, 16, 16)
 
 
 @dataclass(frozen=True)

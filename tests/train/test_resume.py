@@ -40,37 +40,39 @@ def whole(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, whole: Path, tmp_path: Path) -> None:
-    resumed = tmp_path / "resumed"
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step_000004")
-    with (resumed / "metrics.jsonl").open("a") as file:
+@pytest.fixture
+def used(whole: Path, tmp_path: Path) -> Path:
+    """The folder of a run that has ended, for a test to spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "used"))
+
+
+def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, whole: Path, used: Path) -> None:
+    shutil.rmtree(used / "checkpoints" / "step_000004")
+    with (used / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "critic/sc')  # cut off by a crash
-    train(demo, resumed, *SPLIT, *STEPS, *ADAPTIVE)
+    train(demo, used, *SPLIT, *STEPS, *ADAPTIVE)
     assert [row["step"] for row in rows_of(whole)] == [0, 1, 2, 2, 2, 3, 4, 4, 4]
-    assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(used) == rows_of(whole)
     for role in ("actor", "critic"):
         for file in sorted((whole / "checkpoints" / "step_000004" / role).glob("*.safetensors")):
-            before, after = load_file(file), load_file(resumed / "checkpoints" / "step_000004" / role / file.name)
+            before, after = load_file(file), load_file(used / "checkpoints" / "step_000004" / role / file.name)
             assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_run_goes_on_from_an_earlier_step_under_another_placement_to_tolerance(
-    demo: Demo, whole: Path, tmp_path: Path
+    demo: Demo, whole: Path, used: Path
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(whole, other)
-    start = other / "checkpoints" / "step_000002"
+    start = used / "checkpoints" / "step_000002"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}"]
-    train(demo, other, *ONE_RANK, *STEPS, *ADAPTIVE, *resume)
-    expected, found = rows_of(whole), rows_of(other)
+    train(demo, used, *ONE_RANK, *STEPS, *ADAPTIVE, *resume)
+    expected, found = rows_of(whole), rows_of(used)
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    abandoned = other / "earlier" / "1"
+    abandoned = used / "earlier" / "1"
     assert rows_of(abandoned) == [row for row in expected if row["step"] > 2]
     assert [path.name for path in (abandoned / "checkpoints").iterdir()] == ["step_000004"]
-    positions = [run / "checkpoints" / "step_000004" / "trainer.json" for run in (whole, other)]
+    positions = [run / "checkpoints" / "step_000004" / "trainer.json" for run in (whole, used)]
     first, second = (json.loads(path.read_text())["data"] for path in positions)
     assert first == second
 
@@ -94,9 +96,7 @@ def test_an_exported_checkpoint_is_a_model_that_transformers_loads(
     assert error.startswith(f"error: {tmp_path}/file/model: cannot be made (") and error.count("\n") == 1
 
 
-def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Path, tmp_path: Path) -> None:
-    used = tmp_path / "used"
-    shutil.copytree(whole, used)
+def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Path, used: Path) -> None:
     (used / "notes.txt").write_text("mine")
     train(demo, used, *ONE_RANK, "trainer.total_training_steps=1", "trainer.resume_mode=disable")
     assert [row["step"] for row in rows_of(used)] == [0, 1]
@@ -106,11 +106,7 @@ def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Pa
 
 
 @pytest.mark.parametrize("resume", ["auto", "disable"])
-def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(
-    demo: Demo, whole: Path, tmp_path: Path, resume: str
-) -> None:
-    used = tmp_path / "used"
-    shutil.copytree(whole, used)
+def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(demo: Demo, used: Path, resume: str) -> None:
     shutil.rmtree(used / "checkpoints" / "step_000004")
     before = files_of(used)
     with pytest.raises(PlacementError):
@@ -131,33 +127,27 @@ def test_a_start_that_fails_leaves_no_new_folder(demo: Demo, tmp_path: Path, mon
 
 
 def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(
-    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: Demo, whole: Path, used: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = tmp_path / "done"
-    shutil.copytree(whole, done)
-    assert main(["train", *small_keys(demo, done, *STEPS, *TOO_MANY_RANKS)]) == 0
+    assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 0
     out = capsys.readouterr().out
     assert "nothing left to do: " in out and "trainer.total_training_steps=4 ends with step 4; raise it to go on" in out
-    assert rows_of(done) == rows_of(whole)
+    assert rows_of(used) == rows_of(whole)
 
 
 def test_a_validation_of_something_else_does_not_set_a_run_aside(
-    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: Demo, whole: Path, used: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = tmp_path / "done"
-    shutil.copytree(whole, done)
     keys = ["trainer.val_only=true", "trainer.resume_mode=disable", *TOO_MANY_RANKS]
-    assert main(["train", *small_keys(demo, done, *STEPS, *keys)]) == 2
+    assert main(["train", *small_keys(demo, used, *STEPS, *keys)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: trainer.val_only=true: ") and f"trainer.default_local_dir={done} holds a run" in line
-    assert rows_of(done) == rows_of(whole)
+    assert line.startswith("error: trainer.val_only=true: ") and f"trainer.default_local_dir={used} holds a run" in line
+    assert rows_of(used) == rows_of(whole)
 
 
 def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
-    demo: Demo, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: Demo, used: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used = tmp_path / "used"
-    shutil.copytree(whole, used)
     newest = used / "checkpoints" / "step_000004"
     shutil.rmtree(newest / "critic")
     assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 2

@@ -258,8 +258,10 @@ def _what_is_wrong(row: Row, prompt_key: str, *, rule_decides: bool) -> str | No
         if not isinstance(content := message.get("content"), str):
             return f"{prompt_key}[{i}].content is {type(content).__name__}; only text is supported"
     texts = {"data_source": [row["data_source"]], prompt_key: _texts_of(row[prompt_key])}
-    for name in (name for name, parts in texts.items() if not all(map(_is_unicode, parts))):
-        return f"{name} holds half of a surrogate pair, which is no character; write the character itself, as UTF-8"
+    if broken := [name for name, parts in texts.items() if not all(map(_is_unicode, parts))]:
+        return (
+            f"{broken[0]} holds half of a surrogate pair, which is no character; write the character itself, as UTF-8"
+        )
     truth = reward_model.get("ground_truth")
     if rule_decides and truth is None:
         return "has no reward_model.ground_truth, which a rule compares the response to"
