@@ -64,8 +64,8 @@ def plan(arguments: list[str]) -> int | None:
 
     from rolepool.placement.advice import advise
     from rolepool.placement.checks import find_problems
+    from rolepool.placement.estimate import estimate_memory
     from rolepool.placement.inventory import detect_gpu_memory, parse_inventory, parse_memory
-    from rolepool.placement.memory import estimate_memory
     from rolepool.placement.plan import build_plan
     from rolepool.placement.render import plan_as_json, plan_as_text
 

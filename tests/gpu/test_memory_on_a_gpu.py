@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rolepool.config import Config, load_config
 from rolepool.data.demo import make_demo
 from rolepool.placement import Role, build_plan
-from rolepool.placement.memory import GIB, estimate_memory
+from rolepool.placement.estimate import estimate_memory
+from rolepool.placement.memory import GIB
 from rolepool.protocol import DataProto
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
-from rolepool.roles.passes import Passes
 from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
@@ -73,19 +73,6 @@ def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memo
     assert explain_out_of_memory("a rank", caught.value, "cuda", [])[0].endswith("free on its GPU")
     before, held = free_bytes("cuda"), torch.empty(2**28, dtype=torch.uint8, device="cuda")
     assert before - free_bytes("cuda") == pytest.approx(held.nbytes, rel=0.1)
-
-
-def test_passes_of_an_open_size_shrink_with_what_is_free(small_share: None) -> None:
-    mask = torch.ones(64, 16, dtype=torch.int64)
-    per_row = free_bytes("cuda") // 16
-
-    def num_rows() -> int:
-        return len(Passes("rows", None, "tokens", None, "cuda", lambda rows, width: rows * per_row).cut(mask)[0])
-
-    roomy = num_rows()
-    held = torch.empty(free_bytes("cuda") // 2, dtype=torch.uint8, device="cuda")
-    assert 1 < num_rows() < roomy < 64
-    del held
 
 
 def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank: None, tmp_path: Path) -> None:

@@ -16,15 +16,20 @@ import torch
 from rolepool.config import load_config
 from rolepool.models.utilization import model_utilization, peak_flops, training_flops
 from rolepool.placement import Role, build_plan
+from rolepool.placement.estimate import (
+    MOST_TOKENS,
+    USABLE,
+    MemoryEstimate,
+    combine,
+    estimate_memory,
+    held_model,
+)
 from rolepool.placement.memory import (
     GIB,
     LOGITS_AT_ONCE,
     PROCESS_OVERHEAD_BYTES,
     HeldModel,
-    MemoryEstimate,
     RoleMemory,
-    combine,
-    estimate_memory,
     kept_activation_bytes,
     layer_activation_bytes,
     rollout_role,
@@ -92,6 +97,11 @@ def estimate(overrides: str, gpu_memory: float | None = None) -> MemoryEstimate:
 def of_role(role: Role, overrides: str, gpu_memory: float | None = None) -> RoleMemory:
     (found,) = [pool.roles[role] for pool in estimate(overrides, gpu_memory).pools.values() if role in pool.roles]
     return found
+
+
+def least_of(role: Role, overrides: str) -> RoleMemory:
+    """With the smallest micro-batches, and activations recomputed."""
+    return of_role(role, overrides, gpu_memory=0)
 
 
 # Parameters
@@ -163,7 +173,7 @@ def trained(
     accumulates: bool = True,
 ) -> RoleMemory:
     share = Fraction(num_logit_tokens, num_tokens)
-    held = HeldModel(TINY, 1704, num_shards, share, packed=True, checkpointing=checkpointing)
+    held = HeldModel(TINY, 1704, num_shards, share, packed=True, checkpointing=checkpointing, trained=True)
     return held.training(num_tokens, accumulates=accumulates)
 
 
@@ -232,7 +242,13 @@ def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
 
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
     memory = rollout_role(
-        TINY, tensor_parallel=2, num_sequences=3, sequence_tokens=10, prefill_tokens=6, budget=None, free_cache=True
+        TINY,
+        tensor_parallel=2,
+        num_sequences=3,
+        sequence_tokens=10,
+        prefill_tokens=6,
+        cache_bytes=None,
+        free_cache=True,
     )
     weights = 2 * (520 + 1184 // 2)  # embedding, head and last norm whole, half of the layers
     logits = 3 * 32 * 2
@@ -242,38 +258,38 @@ def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> Non
     )
 
 
-def test_the_cache_takes_what_the_budget_leaves_and_at_least_one_sequence() -> None:
-    def cache(budget: int) -> int:
+def test_the_cache_takes_what_it_is_given_and_at_least_one_sequence() -> None:
+    def cache(cache_bytes: int) -> int:
         return rollout_role(
             TINY,
             tensor_parallel=1,
             num_sequences=10,
             sequence_tokens=10,
             prefill_tokens=6,
-            budget=budget,
+            cache_bytes=cache_bytes,
             free_cache=True,
         ).kv_cache
 
-    weights = 2 * 1704
-    assert cache(weights + 1000) == 1000
-    assert cache(weights + 10_000) == 10 * 10 * 32
+    assert cache(1000) == 1000
+    assert cache(10_000) == 10 * 10 * 32
     assert cache(0) == 10 * 32
 
 
 def test_a_pools_peak_is_one_role_at_work_and_the_others_at_rest() -> None:
     actor, critic = RoleMemory(weights=100, gradients=50, idle=30), RoleMemory(weights=80, idle=60)
-    pool = combine({Role.Actor: actor, Role.Critic: critic}, limit=None)
+    roles = {Role.Actor: actor, Role.Critic: critic}
+    pool = combine(roles, roles, limit=None)
     assert (pool.peak, pool.peak_role) == (150 + 60 + PROCESS_OVERHEAD_BYTES, Role.Actor)
     assert pool.fits is None
-    assert combine({Role.Critic: critic}, limit=80 + PROCESS_OVERHEAD_BYTES).fits is True
-    assert combine({Role.Critic: critic}, limit=79 + PROCESS_OVERHEAD_BYTES).fits is False
+    assert combine({Role.Critic: critic}, {Role.Critic: critic}, limit=80 + PROCESS_OVERHEAD_BYTES).fits is True
+    assert combine({Role.Critic: critic}, {Role.Critic: critic}, limit=79 + PROCESS_OVERHEAD_BYTES).fits is False
 
 
 # What each setting does
 
 
 def test_more_shards_hold_less_each() -> None:
-    eight, four = of_role(Role.Actor, DEEPSEEK), of_role(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4")
+    eight, four = least_of(Role.Actor, DEEPSEEK), least_of(Role.Actor, f"{DEEPSEEK} trainer.n_gpus_per_node=4")
     assert four.optimizer == 2 * eight.optimizer == 2 * 4 * 6_910_365_696 // 4
     assert four.gradients == 2 * eight.gradients
     assert four.activations == eight.activations
@@ -317,16 +333,15 @@ def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> 
     assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=False) == 7 * (2 * 208 + 64)
     assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=True) == 7 * (2 * 2 * 8 + 64)
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    assert of_role(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * of_role(Role.Actor, DEEPSEEK).activations
+    assert least_of(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * least_of(Role.Actor, DEEPSEEK).activations
 
 
 def test_activations_and_logits_grow_with_the_micro_batch_and_logits_only_up_to_a_bound() -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    one, four = of_role(Role.Actor, f"{DEEPSEEK} {key}=1"), of_role(Role.Actor, f"{DEEPSEEK} {key}=4")
-    eight = of_role(Role.Actor, f"{DEEPSEEK} {key}=8")
+    one, four, eight = (least_of(Role.Actor, f"{DEEPSEEK} {key}={rows}") for rows in (1, 4, 8))
     of_head, of_token = 102400 * 4096, 102400 * 2 + 4096 * (2 + 2)
     assert four.activations == 4 * one.activations
-    assert of_role(Role.Actor, DEEPSEEK) == one
+    assert least_of(Role.Actor, DEEPSEEK) == one
     assert (one.logits, four.logits) == (512 * of_token + 4 * of_head, 4 * 512 * of_token + 4 * of_head)
     assert eight.logits == 2 * LOGITS_AT_ONCE + 4 * of_head + 8 * 512 * 4096 * (2 + 2)
 
@@ -354,11 +369,24 @@ def test_utilization_caps_the_rollout_in_its_pools_share_of_the_gpu() -> None:
     key = "actor_rollout_ref.rollout.gpu_memory_utilization"
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size=8"
     uncapped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2")
-    capped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2", gpu_memory=80)
+    away = " ".join(
+        f"{section}.{part}_offload=true"
+        for section in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config")
+        for part in ("param", "optimizer")
+    )
+    capped = of_role(Role.Rollout, f"{DEEPSEEK} {tensor_parallel} {key}=0.2 {away}", gpu_memory=80)
     assert capped.weights + capped.kv_cache == int(80 * GIB * 0.2) < uncapped.weights + uncapped.kv_cache
-    shared = f"{DEEPSEEK} {tensor_parallel} {key}=0.2 placement.strategy=split placement.split.share=0.5"
+    shared = f"{DEEPSEEK} {tensor_parallel} {key}=0.2 {away} placement.strategy=split placement.split.share=0.5"
     halved = of_role(Role.Rollout, shared, gpu_memory=80)
     assert halved.weights + halved.kv_cache == int(40 * GIB * 0.2)
+
+
+def test_the_cache_also_leaves_room_in_what_the_idle_roles_leave_free() -> None:
+    keys = f"{DEEPSEEK} actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+    (pool,) = estimate(keys, gpu_memory=80).pools.values()
+    others = sum(memory.idle for role, memory in pool.roles.items() if role is not Role.Rollout)
+    rollout = pool.roles[Role.Rollout]
+    assert rollout.kv_cache == int(0.5 * (80 * GIB - PROCESS_OVERHEAD_BYTES - others - rollout.weights))
 
 
 def test_a_cache_that_is_not_freed_stays_while_others_work() -> None:
@@ -389,6 +417,114 @@ def test_entries_of_the_models_config_may_be_replaced() -> None:
     before, after = of_role(Role.Rollout, QWEN), of_role(Role.Rollout, f"{QWEN} {key}=12")
     assert after.weights < before.weights
     assert after.kv_cache == before.kv_cache // 2
+
+
+# What is chosen from the GPU's memory
+
+LONG = (
+    f"{QWEN} trainer.n_gpus_per_node=1 data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+    "data.max_prompt_length=512 data.max_response_length=512"
+)
+GPUS = (11, 16.5, 17, 17.1, 17.2, 17.3, 18, 24, 40, 140)
+
+
+def test_an_open_micro_batch_is_as_large_as_fits_and_the_pool_stays_within_its_gpu() -> None:
+    estimates = [estimate(LONG, gpu_memory) for gpu_memory in GPUS]
+    sizes = [one.micro_batches["update_actor"].tokens for one in estimates]
+    assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == MOST_TOKENS and len(set(sizes)) > 3
+    for one, gpu_memory in zip(estimates, GPUS, strict=True):
+        (pool,) = one.pools.values()
+        assert pool.least <= pool.peak <= max(pool.least, gpu_memory * GIB)
+        assert all(size.is_chosen and size.rows is None for size in one.micro_batches.values())
+    assert estimates[0].pools["global_pool"].peak == estimates[0].pools["global_pool"].least
+
+
+def test_activations_are_kept_if_there_is_room_and_recomputed_otherwise() -> None:
+    small, large = estimate(LONG, 24), estimate(LONG, 140)
+    assert small.micro_batches["update_actor"].recomputes is True
+    assert large.micro_batches["update_actor"].recomputes is False
+    assert large.micro_batches["old_log_prob"].recomputes is None, "no backward pass"
+    padded = estimate(f"{LONG} actor_rollout_ref.model.use_remove_padding=false", 140)
+    assert padded.micro_batches["update_actor"].recomputes is True, "only measured with packed rows"
+    off = estimate(f"{LONG} actor_rollout_ref.model.enable_gradient_checkpointing=false", 24)
+    assert off.micro_batches["update_actor"].recomputes is False, "the user said so"
+
+
+def test_a_chosen_micro_batch_leaves_a_part_of_the_room_free() -> None:
+    config = load_config(overrides=LONG.split()).config
+    (pool,) = estimate(LONG, 20).pools.values()
+    held = held_model(config, Role.Actor, 1)
+    others = sum(memory.idle for role, memory in pool.roles.items() if role is not Role.Actor)
+    room = 20 * GIB - PROCESS_OVERHEAD_BYTES - others - held.resting.working
+    assert pool.roles[Role.Actor].working - held.resting.working <= USABLE * room
+
+
+def test_a_size_that_the_user_wrote_is_never_changed() -> None:
+    actor = "actor_rollout_ref.actor"
+    rows = estimate(f"{LONG} {actor}.ppo_micro_batch_size_per_gpu=32", 11).micro_batches["update_actor"]
+    assert (rows.rows, rows.is_chosen) == (32, False)
+    keys = f"{actor}.use_dynamic_bsz=true {actor}.ppo_max_token_len_per_gpu=30000"
+    tokens = estimate(f"{LONG} {keys}", 11).micro_batches["update_actor"]
+    assert (tokens.rows, tokens.tokens, tokens.is_chosen) == (None, 30_000, False)
+    assert tokens.most_rows(64, 1024) == 22, "64 full rows in 3 micro-batches, not 29 + 29 + 6"
+
+
+def test_a_row_that_is_longer_than_a_micro_batch_is_one_of_its_own() -> None:
+    long = estimate(f"{LONG} data.max_response_length=30000", 140).micro_batches["update_actor"]
+    assert long.tokens == 30_512 and long.most_rows(64, 30_512) == 1
+
+
+def test_an_unknown_model_has_the_sizes_that_its_keys_set() -> None:
+    chosen = estimate("actor_rollout_ref.model.path=no/such-model critic.use_dynamic_bsz=true", 80).micro_batches
+    assert chosen["update_actor"].tokens == MOST_TOKENS and chosen["update_actor"].recomputes is True
+    assert chosen["values"].tokens == 32_768
+
+
+def test_the_plan_shows_what_is_chosen_and_the_least_that_would_do(rolepool: Callable[..., Any]) -> None:
+    words = LONG.split()
+    shown = rolepool("plan", *words, "--gpu-memory", "140").out
+    assert "micro-batches: update_actor, update_critic: up to 16,384 tokens (chosen), activations kept" in shown
+    memory = json.loads(rolepool("plan", *words, "--gpu-memory", "140", "--json").out)["memory"]
+    pool = memory["pools"]["global_pool"]
+    assert f"{pool['peak_bytes'] / GIB:.1f} of 140.0 GiB, fits (least {pool['least_bytes'] / GIB:.1f})" in shown
+    assert memory["micro_batches"]["update_actor"] == {
+        "rows": None,
+        "tokens": 16_384,
+        "is_chosen": True,
+        "recomputes": False,
+    }
+    assert (
+        "the GPU's memory is not known" in rolepool("plan", *words).out or "GiB, fits" in rolepool("plan", *words).out
+    )
+
+
+# Models that cannot be run
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gemma2"}, "cannot run model_type gemma2; it runs llama, mistral, qwen2, qwen3"),
+        ({"rope_scaling": {"type": "dynamic"}}, "cannot run rotary embeddings of type dynamic; it runs default, "),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "cannot run rotary embeddings of type longrope"),
+    ],
+)
+def test_a_model_that_no_engine_here_runs_is_refused_by_the_plan(
+    tmp_path: Path, rolepool: Callable[..., Any], changes: dict[str, Any], reason: str
+) -> None:
+    folder = write_model(tmp_path, {**LLAMA_2_7B, **changes})
+    outcome = rolepool("plan", f"actor_rollout_ref.model.path={folder}")
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert line.startswith(f"error: actor_rollout_ref.model.path={folder}: the native rollout engine {reason}")
+    assert "vllm" not in line, "no message advises a value that is refused"
+
+
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused_by_the_plan(rolepool: Callable[..., Any]) -> None:
+    outcome = rolepool("plan", QWEN, "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
+    assert outcome.code == 2
+    assert "tensor_model_parallel_size=4: cannot divide the model's 14 heads" in outcome.err
+    assert "use 1 or 2" in outcome.err
 
 
 # Finding the model

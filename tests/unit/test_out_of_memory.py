@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from fractions import Fraction
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,16 +17,15 @@ from rolepool.config import Config, load_config
 from rolepool.config.model_keys import Fsdp, RefFsdp
 from rolepool.data.demo import make_demo
 from rolepool.placement.advice import roomier_divisions
-from rolepool.placement.memory import HeldModel
-from rolepool.placement.models import read_shape
-from rolepool.placement.roles import Role
+from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
+from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
 from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import offloads
-from rolepool.roles.passes import MOST_TOKENS, USABLE, Passes, rows_that_fit, scoring_bytes, training_bytes
+from rolepool.roles.passes import Passes
 from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.trained import TrainedRole
@@ -104,64 +99,26 @@ def test_what_is_free_in_host_memory_is_what_the_system_can_give() -> None:
 
 # Passes
 
-GIBS = (1, 4.75, 5, 5.25, 5.5, 140)
-"""Of free memory."""
+KEYS = MicroBatchKeys("a.rows", "a.tokens", "a.by_tokens")
 
 
-@pytest.fixture
-def qwen(root: Path) -> HeldModel:
-    shape = read_shape(str(root / "recipes/shapes/qwen2.5-0.5b"))
-    return HeldModel(shape, shape.num_params, num_shards=1, checkpointing=True, logit_share=Fraction(1, 2))
+def passes_of(
+    *, rows: int | None = None, tokens: int = MOST_TOKENS, is_chosen: bool = False, packed: bool = True
+) -> Passes:
+    return Passes(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed)
 
 
-def test_rows_go_through_in_as_few_passes_as_fit_into_what_is_free(qwen: HeldModel) -> None:
-    bytes_of_pass = partial(training_bytes, qwen)
-    sizes = [rows_that_fit(64, 1024, bytes_of_pass, int(gib * GIB)) for gib in GIBS]
-    assert sizes == sorted(sizes) and sizes[0] == 1 and len(set(sizes)) > 3
-    assert sizes[-1] == MOST_TOKENS // 1024
-    for rows, gib in zip(sizes, GIBS, strict=True):
-        assert rows == 1 or bytes_of_pass(rows, 1024) <= USABLE * gib * GIB
-        num_passes = -(-64 // rows)
-        with_one_less = -(-64 // max(1, num_passes - 1))
-        assert rows == sizes[-1] or bytes_of_pass(with_one_less, 1024) > USABLE * gib * GIB
-    assert rows_that_fit(256, 384, bytes_of_pass, None) == 37, "7 passes of about one size, not 6 of 42 and one of 4"
-    assert rows_that_fit(3, 1024, bytes_of_pass, 140 * GIB) == 3, "no more than there are"
-    assert rows_that_fit(3, 2 * MOST_TOKENS, bytes_of_pass, 140 * GIB) == 1, "a row cannot be cut"
-
-
-def test_activations_are_made_again_only_where_they_cannot_be_kept(
-    qwen: HeldModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, adam = replace(qwen, packed=True), SimpleNamespace(optimizer=SimpleNamespace(state={"weight": "moments"}))
-    kept = training_bytes(replace(held, checkpointing=False), 16, 1024)
-
-    def must(free: float, **of_role: Any) -> bool:
-        monkeypatch.setattr("rolepool.roles.trained.free_bytes", lambda device: int(free))
-        role = SimpleNamespace(**{"device": "cuda", "held": held, "packed": True, "trained": adam, **of_role})
-        return TrainedRole._must_recompute(role, 16 * 1024)  # type: ignore[arg-type]
-
-    assert must(0.99 * kept / USABLE) and not must(1.01 * kept / USABLE)
-    assert training_bytes(held, 16, 1024) < 0.7 * kept, "otherwise it would not help"
-    before_the_first = SimpleNamespace(optimizer=SimpleNamespace(state={}))
-    assert must(1.01 * kept / USABLE, trained=before_the_first), "the optimizer's states are still to come"
-    for unknown in ({"device": "cpu"}, {"held": None}, {"packed": False}):
-        assert must(1000 * kept, **unknown)
-
-
-def test_the_memory_of_a_pass_follows_what_it_does(qwen: HeldModel) -> None:
-    def training(**changes: Any) -> int:
-        return training_bytes(replace(qwen, **changes), 4, 512)
-
-    assert scoring_bytes(qwen, 4, 512) < training() < training(checkpointing=False)
-    assert training(logit_share=Fraction(0)) < training()
-    assert training(num_shards=8) < training(), "fewer gradients"
-    assert training() > training(packed=True), "no mask, and compiled layers"
-
-
-def test_where_the_size_is_not_chosen_a_cpu_takes_a_fixed_number_of_tokens(qwen: HeldModel) -> None:
+def test_rows_of_open_size_go_through_in_micro_batches_of_about_one_size() -> None:
     mask = torch.ones(40, 1024, dtype=torch.int64)
-    passes = Passes("rows", None, "tokens", None, "cpu", partial(training_bytes, qwen)).cut(mask)
-    assert [len(rows) for rows in passes] == [14, 14, 12]
+    assert [len(rows) for rows in passes_of(is_chosen=True).cut(mask)] == [14, 13, 13]
+    assert [len(rows) for rows in passes_of(is_chosen=True).cut(mask[:3])] == [3], "no more than there are"
+
+
+def test_packed_rows_count_as_their_tokens_and_padded_ones_as_their_width() -> None:
+    mask = torch.ones(8, 100, dtype=torch.int64)
+    mask[:, 10:] = 0
+    assert len(passes_of(tokens=80).cut(mask)) == 1
+    assert len(passes_of(tokens=80, packed=False).cut(mask)) == 8
 
 
 @pytest.mark.parametrize(("total", "parts"), [(7, 3), (8, 3), (1, 4), (12, 4)])
@@ -171,33 +128,26 @@ def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: 
         for index in range(parts):
             share = Share(total, parts, index)
             mask = torch.ones(share.num_real + share.padding, 4, dtype=torch.int64)
-            counts.add(len(Passes("rows", rows_per_pass, "tokens", None, "cpu", lambda rows, width: 0).cut(mask)))
+            counts.add(len(passes_of(rows=rows_per_pass).cut(mask)))
         assert len(counts) == 1
 
 
 # Keys
 
 
-def passes_of(**changes: Any) -> Passes:
-    settings: dict[str, Any] = {"rows_per_pass": None, "max_tokens": None, **changes}
-    return Passes(
-        rows_key="a.rows", tokens_key="a.tokens", device="cpu", bytes_of_pass=lambda rows, width: 0, **settings
-    )
-
-
 def test_the_smaller_pass_offered_is_half_of_the_one_that_was_set_or_chosen() -> None:
-    assert passes_of(rows_per_pass=8).smaller() == ["a.rows=4"]
-    assert passes_of(rows_per_pass=1).smaller() == []
-    chosen = passes_of()
+    assert passes_of(rows=8).smaller() == ["a.rows=4"]
+    assert passes_of(rows=1).smaller() == []
+    chosen = passes_of(is_chosen=True)
     assert chosen.smaller() == [], "nothing was chosen yet"
-    chosen.cut(torch.ones(12, 8))
+    chosen.cut(torch.ones(12, 8, dtype=torch.int64))
     assert chosen.smaller() == ["a.rows=6"]
-    chosen.cut(torch.ones(9, 8))
+    chosen.cut(torch.ones(9, 8, dtype=torch.int64))
     assert chosen.smaller() == ["a.rows=3"], "a mini-batch must be a whole number of passes"
 
 
 def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
-    by_tokens = passes_of(max_tokens=100)
+    by_tokens = passes_of(tokens=100)
     by_tokens.cut(torch.ones(4, 30, dtype=torch.int64))
     assert by_tokens.smaller() == ["a.tokens=50"]
     by_tokens.cut(torch.ones(4, 80, dtype=torch.int64))
@@ -219,10 +169,10 @@ SPLIT, ACTOR_GPUS = "placement.strategy=split", "placement.split.actor_gpus_per_
 @pytest.mark.parametrize(
     ("role", "placement", "offered"),
     [
-        (Role.Actor, SPLIT, ["placement.strategy=standard"]),
+        (Role.Actor, SPLIT, [f"{SPLIT} {ACTOR_GPUS}=5"]),
         (Role.Critic, SPLIT, []),
-        (Role.Critic, f"{SPLIT} {ACTOR_GPUS}=7", [f"{SPLIT} {ACTOR_GPUS}=6"]),
-        (Role.Critic, "placement.strategy=standard", []),
+        (Role.Critic, f"{SPLIT} {ACTOR_GPUS}=7", [f"{SPLIT} {ACTOR_GPUS}=5"]),
+        (Role.Critic, "placement.strategy=standard", [f"{SPLIT} {ACTOR_GPUS}=5"]),
     ],
 )
 def test_another_division_is_offered_where_the_estimate_says_it_takes_less(
@@ -308,7 +258,7 @@ def test_an_update_that_is_left_out_is_a_warning(
         def loss_of(self, part: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
             return model(part["attention_mask"].float()).sum() * self.scale, {}
 
-    role = Linear(config(), Role.Critic, "critic", keys, "critic.model", keys.model)
+    role = Linear(config(), Role.Critic, None, keys, "critic.model", keys.model)
     role.train(model, keys.model.fsdp_config, num_training_steps=1)
     with caplog.at_level(logging.WARNING, logger="rolepool"):
         assert np.isnan(role.update(rows(4), ends_step=True)["critic/grad_norm"])

@@ -12,7 +12,7 @@ from rolepool.config import Config, load_config
 from rolepool.errors import RolepoolError
 from rolepool.placement import Plan, ResourcePoolManager, Role, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.memory import estimate_memory
+from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import place
 from rolepool.placement.strategies import needed_roles
 

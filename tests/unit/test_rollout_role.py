@@ -12,10 +12,10 @@ from torch import Tensor
 from rolepool.config import load_config
 from rolepool.data.demo import Demo, make_demo
 from rolepool.errors import DataError, RolepoolError
+from rolepool.placement.memory import cache_room
 from rolepool.protocol import DataProto
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.rollout import Rollout
-from rolepool.rollout.kv_cache import cache_room
 
 NORM = "model.norm.weight"
 GIB = 2**30

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from engine_contract import check_weight_updates
 from rolepool.errors import ConfigError, DataError, RolepoolError
+from rolepool.placement.engines import why_not_parallel
 from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel, refuse_uneven
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -124,8 +125,10 @@ def test_a_cut_model_keeps_nothing_of_the_rest() -> None:
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(
     counts: tuple[int, int, int], size: int, fits: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^actor_rollout_ref.*tensor_model_parallel_size={size}: .*; use {fits}$"):
-        refuse_uneven(*counts, size)
+    problem = why_not_parallel(*counts, size)
+    assert problem is not None
+    assert problem.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: ")
+    assert problem.endswith(f"; use {fits}")
 
 
 @pytest.mark.parametrize("change", [1, -1])

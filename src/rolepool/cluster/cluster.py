@@ -58,6 +58,12 @@ class Cluster:
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
 
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """The memory of the smallest GPU that the plan's processes hold; None on CPU slots."""
+        held = [process.gpu_memory_bytes for pool in self.plan.pools for process in self.groups[pool].processes]
+        return min((memory for memory in held if memory is not None), default=None)
+
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """A pool of processes beside the plan's, without GPUs."""
         processes = launch_helpers(name, count, run_seed=self._run_seed)

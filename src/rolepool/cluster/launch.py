@@ -47,6 +47,7 @@ class Process:
     node_id: str
     gpu: int | None
     """The number on its node of the GPU it holds."""
+    gpu_memory_bytes: int | None = None
     clock_ahead_s: float = 0.0
     """How far the clock of its node is ahead of the driver's."""
 
@@ -253,7 +254,17 @@ def _match(
             f"on the node: {others}; wait for it, or plan around it with fewer GPUs"
         )
     return [
-        Process(actor, name, rank, slot, place.address, place.pid, place.node_id, None if device == "cpu" else slot.gpu)
+        Process(
+            actor,
+            name,
+            rank,
+            slot,
+            place.address,
+            place.pid,
+            place.node_id,
+            None if device == "cpu" else slot.gpu,
+            place.gpu_memory_bytes,
+        )
         for rank, slot in enumerate(slots)
         for actor, place in [held[slot]]
     ]

@@ -33,6 +33,7 @@ from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
+from rolepool.placement.inventory import detect_gpu_memory
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
@@ -53,6 +54,8 @@ class Whereabouts(NamedTuple):
     address: str
     gpus: tuple[int, ...]
     pid: int
+    gpu_memory_bytes: int | None
+    """None on a CPU slot."""
 
 
 class WorkerProcess:
@@ -70,7 +73,8 @@ class WorkerProcess:
 
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
-        return Whereabouts(ray.get_runtime_context().get_node_id(), self._address, gpus, os.getpid())
+        memory = detect_gpu_memory() if gpus else None
+        return Whereabouts(ray.get_runtime_context().get_node_id(), self._address, gpus, os.getpid(), memory)
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:

@@ -22,6 +22,13 @@ class Section(BaseModel):
         validate_default=True,
     )
 
+    def at(self, path: str) -> Any:
+        """The value, or the section, at a dotted path below this section."""
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
 
 def follows(key: str) -> Any:
     """A default that is another key's value. The loader resolves it, as it does a `${...}` the user writes."""

@@ -15,9 +15,10 @@ from rolepool.config.consistency import contradictions
 from rolepool.config.loading import show
 from rolepool.errors import RolepoolError
 from rolepool.placement.checks import find_problems
-from rolepool.placement.memory import GIB, MemoryEstimate, estimate_memory
+from rolepool.placement.estimate import MemoryEstimate, estimate_memory
+from rolepool.placement.memory import GIB
 from rolepool.placement.plan import Plan, build_plan
-from rolepool.placement.roles import Role
+from rolepool.placement.roles import ROLE_SPECS, Role
 
 MAX_ADVICE = 4
 MAX_COMBINED = 4
@@ -132,7 +133,7 @@ def _taken(config: Config, role: Role) -> tuple[int, int] | None:
     plan = _plan_of(config, build_plan)
     if plan is None or any(contradictions(config)):
         return None
-    estimate = estimate_memory(config, plan, None)
+    estimate = estimate_memory(config, plan, 0)  # the least that everything can take
     if role not in plan.roles or estimate.unknown or find_problems(config, plan):
         return None
     memory = estimate.pools[plan.roles[role]].roles
@@ -176,15 +177,13 @@ def _roles_known(estimate: MemoryEstimate) -> set[Role]:
 def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     """Smaller passes, offload, tensor parallelism, less cache, another division."""
     models = config.actor_rollout_ref
-    micro_batches = {
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": models.actor.ppo_micro_batch_size_per_gpu,
-        "critic.ppo_micro_batch_size_per_gpu": config.critic.ppo_micro_batch_size_per_gpu,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": models.ref.log_prob_micro_batch_size_per_gpu,
-    }
-    for key, micro in micro_batches.items():
-        while micro is not None and micro > 1:
-            micro //= 2
-            yield {key: micro}
+    for operation in (operation for role in plan.roles for operation in ROLE_SPECS[role].operations):
+        keys = operation.micro_batch
+        key = keys.tokens if config.at(keys.by_tokens) else keys.rows
+        size = config.at(key)
+        while size is not None and size > 1:
+            size //= 2
+            yield {key: size}
     if not models.model.enable_gradient_checkpointing:
         yield {"actor_rollout_ref.model.enable_gradient_checkpointing": True}
     if not config.critic.model.enable_gradient_checkpointing:

@@ -14,7 +14,8 @@ from typing import Any
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
 from rolepool.config.model_keys import Actor, Critic
-from rolepool.placement.models import ShapeUnknown, read_num_positions
+from rolepool.placement.engines import why_not_native, why_not_parallel
+from rolepool.placement.models import ShapeUnknown, read_model_file, read_num_positions, read_shape
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import Role
 
@@ -36,6 +37,7 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
         *_mini_batches(config, plan),
         *_multi_process(config, plan),
         *_lengths(config, plan),
+        *_engine(config),
     ]
 
 
@@ -154,6 +156,22 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
                     f"{prompt + response} tokens, and {key}={path} has {limit} positions (max_position_embeddings); "
                     f"use at most {limit} together{remedy}"
                 )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    """The engine that generates must be able to run the policy, and to divide it over its ranks."""
+    model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if keys.name != "native":
+        return
+    with suppress(ShapeUnknown):  # models that are not on disk yet
+        _, content = read_model_file(model.path, model.override_config)
+        if (reason := why_not_native(content)) is not None:
+            yield f"actor_rollout_ref.model.path={model.path}: {reason}; choose such a model"
+            return
+        shape = read_shape(model.path, model.override_config)
+        counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
+        if (problem := why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
+            yield problem
 
 
 def _sequences(prompts: int, samples: int) -> str:

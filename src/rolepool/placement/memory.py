@@ -1,21 +1,16 @@
-"""How many bytes each role takes on one GPU, and whether a pool's roles fit together.
+"""How many bytes a role takes on one GPU.
 
-Owns the formulas, as pure functions of shapes and counts; docs/placement.md derives them. An estimate: it advises and
-never stops a run.
+Owns the formulas, as pure functions of shapes and counts; docs/placement.md derives them. `estimate` applies them to a
+config and a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rolepool.config import Config
 from rolepool.config.model_keys import Fsdp
-from rolepool.placement.checks import data_parallel_size
-from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
-from rolepool.placement.plan import Plan
-from rolepool.placement.roles import Role
+from rolepool.placement.models import ModelShape
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -44,86 +39,41 @@ class RoleMemory:
 
 
 @dataclass(frozen=True)
-class PoolMemory:
-    """What the pool's process takes at its worst moment."""
-
-    roles: dict[Role, RoleMemory]
-    peak: int
-    peak_role: Role
-    limit: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak stays within the GPU; None where its memory is not known."""
-        return None if self.limit is None else self.peak <= self.limit
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Per pool, and for each role whose model is not known, why not."""
-
-    pools: dict[str, PoolMemory]
-    unknown: dict[Role, str]
-
-
-def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
-    """The memory of every pool. `gpu_memory_bytes` is the whole GPU's; a pool has its share of it."""
-    memory: dict[Role, RoleMemory] = {}
-    unknown: dict[Role, str] = {}
-    limits = {
-        name: None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
-        for name, pool in plan.pools.items()
-    }
-    for role, name in plan.roles.items():
-        try:
-            memory[role] = _memory_of(role, config, plan, limits[name])
-        except ShapeUnknown as reason:
-            unknown[role] = str(reason)
-    pools = {
-        name: combine({role: memory[role] for role in pool.roles}, limits[name])
-        for name, pool in plan.pools.items()
-        if unknown.keys().isdisjoint(pool.roles)
-    }
-    return MemoryEstimate(pools, unknown)
-
-
-def combine(roles: Mapping[Role, RoleMemory], limit: int | None) -> PoolMemory:
-    """One role of a pool works at a time: its working bytes and the others' idle ones. The largest such sum counts."""
-    idle = sum(memory.idle for memory in roles.values())
-    peaks = {role: memory.working + idle - memory.idle for role, memory in roles.items()}
-    worst = max(peaks, key=lambda role: peaks[role])
-    return PoolMemory(dict(roles), peaks[worst] + PROCESS_OVERHEAD_BYTES, worst, limit)
-
-
-@dataclass(frozen=True)
 class HeldModel:
-    """A model as a role holds it on one GPU, and what passes of some tokens through it take."""
+    """A model as a role holds it on one GPU, and what micro-batches of some tokens take."""
 
     shape: ModelShape
     num_params: int
     num_shards: int
     logit_share: Fraction = Fraction(0)
-    """Of the tokens of a pass, for how many there are logits."""
+    """The part of a micro-batch's tokens that have logits."""
     packed: bool = False
     checkpointing: bool = False
+    """Whether the backward pass recomputes activations."""
+    trained: bool = False
     offload: Fsdp = field(default_factory=Fsdp)
-    """What of it is in host memory while another role works."""
+    """What is in host memory while another role is active."""
+
+    @property
+    def resting(self) -> RoleMemory:
+        """What is on the GPU before a micro-batch starts: sharded weights, in fp32 with two Adam states if the model is
+        trained, in 16 bits otherwise."""
+        weights = (FP32 if self.trained else BF16) * self.num_params // self.num_shards
+        optimizer = 2 * FP32 * self.num_params // self.num_shards if self.trained else 0
+        idle = (0 if self.offload.param_offload else weights) + (0 if self.offload.optimizer_offload else optimizer)
+        return RoleMemory(weights=weights, optimizer=optimizer, idle=idle)
 
     def training(self, num_tokens: int, *, accumulates: bool) -> RoleMemory:
-        """fp32 weights, gradients and two Adam states, sharded; 16-bit compute. What the worst moment of an update
-        takes.
+        """What the worst moment of an update takes. Weights, gradients and Adam states are fp32 and sharded; compute is
+        in 16 bits.
 
-        Layers that are sharded are gathered anew for their backward pass; on one GPU each keeps its 16-bit copy for it.
-        With `accumulates` a mini-batch has several passes, and gradients of earlier ones are there all the time.
+        Sharded layers are gathered again for their backward pass; on one GPU each layer keeps its 16-bit copy for it.
+        With `accumulates` a mini-batch has several micro-batches, and gradients of earlier ones are there all the time.
         """
         shape, num_logit_tokens = self.shape, int(num_tokens * self.logit_share)
-        gradients = weights = FP32 * self.num_params // self.num_shards
-        optimizer, before = 2 * FP32 * self.num_params // self.num_shards, weights if accumulates else 0
-        at_rest = RoleMemory(
-            weights=weights,
-            optimizer=optimizer,
-            idle=(0 if self.offload.param_offload else weights) + (0 if self.offload.optimizer_offload else optimizer),
-        )
+        at_rest = self.resting
+        gradients = weights = at_rest.weights
+        before = weights if accumulates else 0
         keeps_copies = self.num_shards == 1 and not self.checkpointing
         copies = BF16 * self.num_params if keeps_copies else self.gathered_bytes
         in_pass = replace(at_rest, weights=weights + copies)
@@ -146,17 +96,21 @@ class HeldModel:
                 activations=one_layer + layer_gradients,
                 logits=head_gradient,
             ),
-            # The embedding's gradient: whole and in fp32, on its way to the sum over ranks and to that of passes.
+            # The embedding's gradient: whole and in fp32, before it is reduced over ranks and added to earlier ones.
             replace(at_rest, gradients=gradients + outside + (outside_shard if accumulates else 0)),
         )
         return max(moments, key=lambda moment: moment.working)
 
     def scoring(self, num_tokens: int) -> RoleMemory:
-        """16-bit weights, sharded; a forward pass, which takes most in the MLP of a layer, or at the logits after."""
+        """A forward pass, whose worst moment is in the MLP of a layer, or at the logits after the last layer."""
         shape, num_logit_tokens = self.shape, int(num_tokens * self.logit_share)
-        weights = BF16 * self.num_params // self.num_shards
-        gathered = 0 if self.num_shards == 1 else self.gathered_bytes
-        in_pass = RoleMemory(weights=weights + gathered, idle=0 if self.offload.param_offload else weights)
+        at_rest = self.resting
+        gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
+        in_pass = replace(
+            at_rest,
+            weights=at_rest.weights + gathered,
+            optimizer=0 if self.offload.optimizer_offload else at_rest.optimizer,
+        )
         in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * mlp_width(shape))
         after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
         moments = (
@@ -176,6 +130,18 @@ class HeldModel:
         return BF16 * (self.outside_params + 2 * self.shape.layer_params)
 
 
+def rollout_weight_bytes(shape: ModelShape, tensor_parallel: int) -> int:
+    """16-bit weights. Tensor parallelism splits the layers and leaves embedding and head whole."""
+    layers = shape.num_layers * shape.layer_params
+    return BF16 * (shape.num_params - layers + layers // tensor_parallel)
+
+
+def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
+    """Bytes that the cache may take: weights and cache have a part of the process's share of the GPU, and the cache at
+    most the same part of what is free, because prefill needs room too."""
+    return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
+
+
 def rollout_role(
     shape: ModelShape,
     *,
@@ -183,25 +149,24 @@ def rollout_role(
     num_sequences: int,
     sequence_tokens: int,
     prefill_tokens: int,
-    budget: int | None,
+    cache_bytes: int | None,
     free_cache: bool,
 ) -> RoleMemory:
-    """16-bit weights and a KV cache for all sequences at once, or what the budget leaves. Tensor parallelism cuts the
-    layers and leaves embedding and head whole; of fewer key-value heads than ranks, several ranks hold one.
+    """16-bit weights and a KV cache for all sequences at once, or for as many as `cache_bytes` holds, at least one. If
+    there are fewer key-value heads than tensor-parallel ranks, several ranks hold the same one.
 
-    Prefill takes most, in an MLP, or else the logits of the first tokens. Those of later ones stay with the CUDA graph
-    of the step.
+    The worst moment is in an MLP of the prefill, or at the logits of the first tokens. The logits of later tokens stay
+    with the CUDA graph of the decode step.
     """
-    layers = shape.num_layers * shape.layer_params
-    weights = BF16 * (shape.num_params - layers + layers // tensor_parallel)
+    weights = rollout_weight_bytes(shape, tensor_parallel)
     one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(tensor_parallel, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
-    if budget is not None:
-        kv_cache = min(kv_cache, max(one_sequence, budget - weights))
+    if cache_bytes is not None:
+        kv_cache = min(kv_cache, max(one_sequence, cache_bytes))
     logits = BF16 * num_sequences * shape.vocab_size
-    # The gated features of the layer before are still there when those of a layer are made.
-    cut = attention_width(shape) + 4 * mlp_width(shape)
-    prefill = BF16 * prefill_tokens * (2 * shape.hidden_size + cut // tensor_parallel)
+    # The gated features of the previous layer are still there when a layer makes its own.
+    inner = attention_width(shape) + 4 * mlp_width(shape)
+    prefill = BF16 * prefill_tokens * (2 * shape.hidden_size + inner // tensor_parallel)
     return RoleMemory(
         weights=weights,
         kv_cache=kv_cache,
@@ -251,80 +216,3 @@ def kept_activation_bytes(shape: ModelShape, num_tokens: int, *, packed: bool, c
     """
     layer = BF16 * shape.hidden_size if checkpointing else layer_activation_bytes(shape, packed=packed)
     return num_tokens * (shape.num_layers * layer + (FP32 + 2 * BF16) * shape.hidden_size)
-
-
-# From the config to the numbers that the formulas take
-
-
-def _memory_of(role: Role, config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    """Of a role in a pool that has `limit` bytes of each GPU. Raises ShapeUnknown."""
-    if role is Role.Rollout:
-        return _rollout(config, plan, limit)
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    critic, reward = config.critic, config.reward_model
-    by_tokens, max_tokens, micro_batch_size = {
-        Role.Actor: (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        Role.RefPolicy: (
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-            ref.log_prob_micro_batch_size_per_gpu,
-        ),
-        Role.Critic: (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
-        Role.RewardModel: (reward.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, reward.micro_batch_size_per_gpu),
-    }[role]
-    mini_batch_size = {Role.Actor: actor.ppo_mini_batch_size, Role.Critic: critic.ppo_mini_batch_size}.get(role)
-    length = (reward.max_length if role is Role.RewardModel else None) or _sequence_tokens(config)
-    # A null micro-batch size is chosen to fit; one sequence is the least it can be.
-    in_pass = max_tokens if by_tokens else (micro_batch_size or 1) * length
-    in_all = length * _rows(config, plan, role, mini_batch_size or config.data.train_batch_size)
-    held = held_model(config, role, plan.pool_of(role).world_size)
-    if mini_batch_size is None:
-        return held.scoring(min(in_all, in_pass))
-    return held.training(min(in_all, in_pass), accumulates=in_pass < in_all)
-
-
-def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
-    """The model of a role that makes passes, in a pool of so many processes. Raises ShapeUnknown."""
-    models, critic = config.actor_rollout_ref, config.critic.model
-    if role in (Role.Critic, Role.RewardModel):
-        shape = read_shape(critic.path if role is Role.Critic else config.reward_model.model.path)
-        held = HeldModel(shape, shape.num_scalar_head_params, world_size)
-    else:
-        shape = read_shape(models.model.path, models.model.override_config)
-        share = Fraction(config.data.max_response_length, _sequence_tokens(config))
-        held = HeldModel(shape, shape.num_params, world_size, share, models.model.use_remove_padding)
-    if role is Role.RefPolicy:
-        return replace(held, offload=Fsdp(param_offload=models.ref.fsdp_config.param_offload))
-    if role is Role.RewardModel:
-        return held
-    keys, fsdp = (critic, critic.fsdp_config) if role is Role.Critic else (models.model, models.actor.fsdp_config)
-    return replace(
-        held,
-        num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
-        packed=keys.use_remove_padding,
-        checkpointing=keys.enable_gradient_checkpointing,
-        offload=fsdp,
-    )
-
-
-def _rollout(config: Config, plan: Plan, limit: int | None) -> RoleMemory:
-    keys, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    rows = min(_rows(config, plan, Role.Rollout, config.data.train_batch_size), keys.max_num_seqs)
-    return rollout_role(
-        read_shape(model.path, model.override_config),
-        tensor_parallel=keys.tensor_model_parallel_size,
-        num_sequences=rows,
-        sequence_tokens=_sequence_tokens(config),
-        prefill_tokens=min(rows * config.data.max_prompt_length, keys.max_num_batched_tokens),
-        budget=None if limit is None else int(limit * keys.gpu_memory_utilization),
-        free_cache=keys.free_cache_engine,
-    )
-
-
-def _sequence_tokens(config: Config) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def _rows(config: Config, plan: Plan, role: Role, num_prompts: int) -> int:
-    """Sequences on one GPU, or on a group of tensor-parallel ones."""
-    return -(-num_prompts * config.actor_rollout_ref.rollout.n // data_parallel_size(config, plan, role))

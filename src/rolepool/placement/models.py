@@ -76,7 +76,7 @@ class ModelShape:
 
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of a model folder or of a hub id that lies in the local cache. Raises ShapeUnknown with the reason."""
-    file, content = _read_config(path, overrides)
+    file, content = read_model_file(path, overrides)
     try:
         return _shape_of(content)
     except (KeyError, TypeError) as error:
@@ -87,7 +87,7 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
 
 def read_num_positions(path: str | None, overrides: Mapping[str, Any] | None = None) -> int:
     """The tokens that a sequence may have. Raises ShapeUnknown where that is not known."""
-    file, content = _read_config(path, overrides)
+    file, content = read_model_file(path, overrides)
     try:
         return num_positions(content)
     except (KeyError, TypeError) as error:
@@ -102,7 +102,8 @@ def num_positions(content: Mapping[str, Any]) -> int:
     return max(said, int(stretched))
 
 
-def _read_config(path: str | None, overrides: Mapping[str, Any] | None) -> tuple[Path, dict[str, Any]]:
+def read_model_file(path: str | None, overrides: Mapping[str, Any] | None) -> tuple[Path, dict[str, Any]]:
+    """A model's config.json and its content, with entries replaced. Raises ShapeUnknown with the reason."""
     if path is None:
         raise ShapeUnknown("no model path is set")
     file = _find_config(path)

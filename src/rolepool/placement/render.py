@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rolepool.placement.advice import Advice
-from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
+from rolepool.placement.estimate import MemoryEstimate, MicroBatch
+from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES
 from rolepool.placement.plan import Plan
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -50,12 +51,18 @@ def plan_as_json(plan: Plan, estimate: MemoryEstimate, problems: Sequence[str], 
             "overhead_bytes": PROCESS_OVERHEAD_BYTES,
             "peak_bytes": memory.peak,
             "peak_role": memory.peak_role,
+            "least_bytes": memory.least,
             "limit_bytes": memory.limit,
             "fits": memory.fits,
         }
         for name, memory in estimate.pools.items()
     }
-    document["memory"] = {"pools": pools, "unknown": estimate.unknown}
+    sizes = {
+        operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
+        | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
+        for operation, size in estimate.micro_batches.items()
+    }
+    document["memory"] = {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown}
     document["problems"] = list(problems)
     document["advice"] = [{"override": item.override, "excess_bytes": item.excess} for item in advice]
     return json.dumps(document, indent=2)
@@ -164,10 +171,11 @@ def _memory_text(plan: Plan, estimate: MemoryEstimate, name: str) -> Text:
     if name not in estimate.pools:
         return Text("memory unknown", style="dim")
     memory = estimate.pools[name]
+    least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
     if memory.limit is None:
-        return Text(f"{memory.peak / GIB:.1f} GiB")
+        return Text(f"{memory.peak / GIB:.1f} GiB{least}")
     verdict, style = ("fits", "green") if memory.fits else ("does not fit", "bold red")
-    return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", (verdict, style))
+    return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", (verdict, style), least)
 
 
 def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
@@ -177,9 +185,13 @@ def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
     ] or [("overlap", "none, all operations run one after another")]
     notes += [("left out", f"{role}, for {reason}") for role, reason in plan.left_out.items()]
     if plan.device != "cpu":
+        texts = {operation: _size_text(size) for operation, size in estimate.micro_batches.items()}
+        for text in dict.fromkeys(texts.values()):
+            names = ", ".join(operation for operation in texts if texts[operation] == text)
+            notes.append(("micro-batches", f"{names}: {text}"))
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            bound = "give --gpu-memory for a verdict; the KV cache is then held within gpu_memory_utilization"
-            notes.append(("memory", bound))
+            unbounded = "the GPU's memory is not known, so sizes are those of a GPU with enough room; give --gpu-memory"
+            notes.append(("memory", unbounded))
         if plan.mps and plan.sharing_pools:
             where = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
             notes.append(("CUDA MPS", where))
@@ -187,6 +199,13 @@ def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
             roles = [role for role, why in estimate.unknown.items() if why == reason]
             notes.append(("memory unknown", f"{', '.join(roles)}: {reason}"))
     return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
+
+
+def _size_text(size: MicroBatch) -> str:
+    amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
+    chosen = " (chosen)" if size.is_chosen else ""
+    activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
+    return f"{amount}{chosen}{activations}"
 
 
 def _memory_verdict(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:

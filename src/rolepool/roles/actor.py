@@ -12,18 +12,21 @@ from rolepool.models.packing import Batch
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, load_policy_of, offloads
+from rolepool.roles.model_role import INPUTS, MicroBatches, load_policy_of, offloads
 from rolepool.roles.trained import TrainedRole
 
 
 class Actor(TrainedRole):
-    def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_training_steps: int,
+        dtype: torch.dtype = torch.float32,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
         models = config.actor_rollout_ref
-        section, model_section = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-        super().__init__(config, Role.Actor, section, models.actor, model_section, models.model)
+        super().__init__(config, Role.Actor, micro_batches, models.actor, "actor_rollout_ref.model", models.model)
         self.temperature = models.rollout.temperature
-        key = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
-        self.add_passes("compute_log_prob", (key, models.rollout.log_prob_micro_batch_size_per_gpu), self.tokens)
         model = load_policy_of(config, dtype, packed=self.packed)
         self.train(model, models.actor.fsdp_config, num_training_steps)
 

@@ -12,16 +12,20 @@ from rolepool.models.loading import load_critic
 from rolepool.models.packing import Batch
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, offloads
+from rolepool.roles.model_role import INPUTS, MicroBatches, offloads
 from rolepool.roles.trained import TrainedRole
 
 
 class Critic(TrainedRole):
-    def __init__(self, config: Config, num_training_steps: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_training_steps: int,
+        dtype: torch.dtype = torch.float32,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
         keys = config.critic
-        super().__init__(config, Role.Critic, "critic", keys, "critic.model", keys.model)
-        rows = ("critic.forward_micro_batch_size_per_gpu", keys.forward_micro_batch_size_per_gpu)
-        self.add_passes("compute_values", rows, self.tokens)
+        super().__init__(config, Role.Critic, micro_batches, keys, "critic.model", keys.model)
         model = load_critic(
             keys.model.path,
             dtype=dtype,

@@ -6,10 +6,7 @@ of the GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +17,26 @@ from rolepool.models.loading import load_policy
 from rolepool.models.packing import Batch, rows_on
 from rolepool.placement import Role
 from rolepool.placement.advice import roomier_divisions
-from rolepool.placement.memory import HeldModel, held_model
-from rolepool.placement.models import ShapeUnknown
+from rolepool.placement.estimate import MicroBatch, default_micro_batches
+from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProto, Worker
-from rolepool.roles.passes import Passes, scoring_bytes
+from rolepool.roles.passes import Passes
 
+MicroBatches = Mapping[str, MicroBatch]
+"""By the name of an operation."""
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 
 class ModelRole(Worker):
-    def __init__(self, config: Config, role: Role) -> None:
+    def __init__(self, config: Config, role: Role, micro_batches: MicroBatches | None, *, packed: bool) -> None:
+        """`micro_batches` are the plan's; a role that runs without a plan has those that its keys set."""
         self.config = config
-        self.passes: dict[str, Passes] = {}
-        self.held: HeldModel | None = None
-        """None for a model whose shape the plan does not know."""
-        with suppress(ShapeUnknown):  # during a pass nothing of the model is away
-            self.held = replace(held_model(config, role, self.world_size), offload=Fsdp())
-
-    def add_passes(
-        self,
-        method: str,
-        rows: tuple[str, int | None],
-        tokens: tuple[str, int | None],
-        bytes_of: Callable[[HeldModel, int, int], int] = scoring_bytes,
-    ) -> Passes:
-        """How a method cuts its rows: the keys for rows and for tokens of a pass, with their values."""
-        bytes_of_pass = partial(bytes_of, self.held) if self.held is not None else lambda rows, width: 0
-        self.passes[method] = Passes(*rows, *tokens, self.device, bytes_of_pass)
-        return self.passes[method]
+        self.packed = packed
+        sizes = default_micro_batches(config, role) if micro_batches is None else micro_batches
+        self.passes = {
+            operation.method: Passes(sizes[operation.name], self.device, packed)
+            for operation in ROLE_SPECS[role].operations
+        }
 
     def in_passes(
         self, method: str, data: DataProto, compute: Callable[[Batch], Sequence[Tensor]]

@@ -9,20 +9,16 @@ from rolepool.models.forward import response_log_probs
 from rolepool.models.frozen import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, ModelRole, load_policy_of, offloads
+from rolepool.roles.model_role import INPUTS, MicroBatches, ModelRole, load_policy_of, offloads
 
 
 class Reference(ModelRole):
-    def __init__(self, config: Config, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, Role.RefPolicy)
+    def __init__(
+        self, config: Config, dtype: torch.dtype = torch.float32, micro_batches: MicroBatches | None = None
+    ) -> None:
+        packed = config.actor_rollout_ref.model.use_remove_padding
+        super().__init__(config, Role.RefPolicy, micro_batches, packed=packed)
         self.keys = config.actor_rollout_ref.ref
-        section, max_tokens = "actor_rollout_ref.ref", self.keys.log_prob_max_token_len_per_gpu
-        self.add_passes(
-            "compute_ref_log_prob",
-            (f"{section}.log_prob_micro_batch_size_per_gpu", self.keys.log_prob_micro_batch_size_per_gpu),
-            (f"{section}.log_prob_max_token_len_per_gpu", max_tokens if self.keys.log_prob_use_dynamic_bsz else None),
-        )
-        self.packed = config.actor_rollout_ref.model.use_remove_padding
         model = load_policy_of(config, dtype if self.device == "cpu" else torch.bfloat16, packed=self.packed)
         self.frozen = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
 

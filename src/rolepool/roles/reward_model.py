@@ -11,21 +11,21 @@ from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import Batch, on_device
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, ModelRole
+from rolepool.roles.model_role import INPUTS, MicroBatches, ModelRole
 from rolepool.roles.rule_reward import at_last_token
 
 
 class RewardModel(ModelRole):
-    def __init__(self, config: Config, pad_token_id: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, Role.RewardModel)
+    def __init__(
+        self,
+        config: Config,
+        pad_token_id: int,
+        dtype: torch.dtype = torch.float32,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
+        super().__init__(config, Role.RewardModel, micro_batches, packed=False)
         self.keys = config.reward_model
         self.pad_token_id = pad_token_id
-        max_tokens = config.critic.ppo_max_token_len_per_gpu if self.keys.use_dynamic_bsz else None
-        self.add_passes(
-            "compute_scores",
-            ("reward_model.micro_batch_size_per_gpu", self.keys.micro_batch_size_per_gpu),
-            ("critic.ppo_max_token_len_per_gpu", max_tokens),
-        )
         model = load_reward_model(
             self.keys.model.path,
             dtype=dtype if self.device == "cpu" else torch.bfloat16,

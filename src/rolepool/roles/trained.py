@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,14 @@ from rolepool.config import Config
 from rolepool.config.model_keys import Actor, Critic, CriticModel, Fsdp, PolicyModel
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.packing import Batch, rows_on
-from rolepool.models.sharding import max_over_ranks, sum_over_ranks
+from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel
 from rolepool.models.utilization import model_utilization
 from rolepool.placement import Role
+from rolepool.placement.estimate import shape_of
+from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.memory import free_bytes
-from rolepool.roles.model_role import ModelRole
-from rolepool.roles.passes import USABLE, training_bytes
+from rolepool.roles.model_role import MicroBatches, ModelRole
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +38,21 @@ class TrainedRole(ModelRole):
         self,
         config: Config,
         role: Role,
-        section: str,
+        micro_batches: MicroBatches | None,
         keys: Actor | Critic,
         model_section: str,
         model_keys: PolicyModel | CriticModel,
     ) -> None:
-        super().__init__(config, role)
+        super().__init__(config, role, micro_batches, packed=model_keys.use_remove_padding)
         self.role = role
         self.keys = keys
-        self.packed = model_keys.use_remove_padding
         self.checkpointing = model_keys.enable_gradient_checkpointing
-        max_tokens = keys.ppo_max_token_len_per_gpu if keys.use_dynamic_bsz else None
-        self.tokens = (f"{section}.ppo_max_token_len_per_gpu", max_tokens)
-        """The key for tokens of a pass, of updates and of passes that only score."""
-        rows = (f"{section}.ppo_micro_batch_size_per_gpu", keys.ppo_micro_batch_size_per_gpu)
-        updates = self.add_passes(f"update_{role}", rows, self.tokens, training_bytes)
+        self.shape: ModelShape | None = None
+        """None if the plan cannot tell the model's shape."""
+        with suppress(ShapeUnknown):
+            self.shape = shape_of(config, role)
         if not self.checkpointing:
-            updates.further = [f"{model_section}.enable_gradient_checkpointing=true"]
+            self.passes[f"update_{role}"].further = [f"{model_section}.enable_gradient_checkpointing=true"]
 
     def train(self, model: nn.Module, fsdp: Fsdp, num_training_steps: int) -> None:
         """Have the model trained as the keys say."""
@@ -66,6 +65,9 @@ class TrainedRole(ModelRole):
             num_training_steps=num_training_steps,
             checkpointing=self.checkpointing,
         )
+        # Kept activations save time; on a CPU nobody counts what they take.
+        if self.checkpointing and self.device != "cpu":
+            self.trained.recompute_activations(bool(self.passes[f"update_{self.role}"].size.recomputes))
 
     def loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of the rows of one pass, on the device, and metrics: shares that add up over passes and ranks."""
@@ -81,8 +83,7 @@ class TrainedRole(ModelRole):
         if ends_step:
             self.trained.num_updates += 1
         named = {f"{self.role}/{key}": value for key, value in metrics.items()}
-        shape = self.held.shape if self.held is not None else None
-        used = model_utilization(shape, data.batch["attention_mask"], seconds, self.device)
+        used = model_utilization(self.shape, data.batch["attention_mask"], seconds, self.device)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
     def _step_through(self, data: DataProto) -> dict[str, float]:
@@ -92,9 +93,6 @@ class TrainedRole(ModelRole):
         batches = [dict(data.batch[start : start + num_rows].items()) for start in range(0, len(data), num_rows)]
         counts = count_losses([batch["response_mask"] for batch in batches], self.device)
         cuts = [self.passes[f"update_{self.role}"].cut(batch["attention_mask"]) for batch in batches]
-        if self.checkpointing:
-            masks = [batch["attention_mask"][rows] for batch, cut in zip(batches, cuts, strict=True) for rows in cut]
-            self.trained.recompute_activations(self._must_recompute(max(int(mask.sum()) for mask in masks)))
         of_batches = [
             self.trained.step(cut, partial(self._loss_of_rows, batch, count))
             for batch, count, cut in zip(batches, counts, cuts, strict=True)
@@ -109,18 +107,6 @@ class TrainedRole(ModelRole):
                 )
         means = {name: sum(column) / len(batches) for name, column in columns.items()}
         return {**sum_over_ranks(means, self.device), "grad_norm": means["grad_norm"]}
-
-    def _must_recompute(self, num_tokens: int) -> bool:
-        """Whether the activations of a pass cannot be kept. Known for packed passes on a GPU; elsewhere they are not.
-
-        Ranks do the same, as layers that are computed again are gathered again by all.
-        """
-        if self.device == "cpu" or self.held is None or not self.packed:
-            return True
-        kept = replace(self.held, checkpointing=False).training(num_tokens, accumulates=True)
-        to_come = 0 if self.trained.optimizer.state else kept.optimizer  # with the first step
-        wanted = kept.working - kept.idle + to_come
-        return bool(max_over_ranks(int(wanted > USABLE * free_bytes(self.device)), self.device))
 
     def _loss_of_rows(self, batch: Batch, counts: LossCounts, rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         return self.loss_of(rows_on(self.device, batch, rows), counts)

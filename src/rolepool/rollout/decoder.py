@@ -14,16 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rolepool.errors import RolepoolError
+from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
+from rolepool.placement.engines import why_not_native
 from rolepool.placement.models import num_positions
 from rolepool.rollout import gpu
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_ROPE_OF_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings in which a position's angles do not depend on how long the longest sequence of the batch is."""
 
 _MAX_FLASH_HEAD_DIM = 256
 
@@ -397,19 +394,9 @@ class Decoder:
 
 
 def refuse_unknown(model: Any) -> None:
-    """Raise RolepoolError unless `Decoder` can run models of this kind."""
-    config = model.config
-    if config.model_type not in MODEL_TYPES:
-        raise RolepoolError(
-            f"the native rollout engine does not know the architecture {type(model).__name__} "
-            f"(model_type {config.model_type}); it knows {', '.join(MODEL_TYPES)}. Write rollout.name=vllm instead"
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in _ROPE_OF_ANY_LENGTH:
-        raise RolepoolError(
-            f"the native rollout engine does not know rotary embeddings of type {rope_type}, "
-            f"only {', '.join(_ROPE_OF_ANY_LENGTH)}. Write rollout.name=vllm instead"
-        )
+    """Raise ConfigError unless `Decoder` can run models of this kind."""
+    if (reason := why_not_native(model.config.to_dict())) is not None:
+        raise ConfigError(f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model")
 
 
 def _window_of_layer(config: Any, index: int) -> int | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rolepool.placement.memory import cache_room
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -32,11 +34,6 @@ def room_on_gpu(weights_bytes: int, utilization: float) -> int:
     share = int(total * torch.cuda.get_per_process_memory_fraction())
     unused = torch.cuda.memory_reserved() - allocated  # which torch holds, and gives to whoever asks in this process
     return cache_room(share, min(free + unused, share - allocated), weights_bytes, utilization)
-
-
-def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
-    """Weights and cache have this part of the share, and the cache no more of what is free: passes need room too."""
-    return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
 
 
 class SlotCache:

@@ -15,25 +15,9 @@ import torch.distributed as dist
 from torch import Size, Tensor, nn
 
 from rolepool.errors import ConfigError
+from rolepool.placement.engines import why_not_parallel
 
-KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _BY_OUTPUT, _BY_INPUT = 0, 1
-
-
-def refuse_uneven(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> None:
-    """Raise ConfigError unless heads and inner features of the MLP can be divided over `size` ranks."""
-    fits = [
-        ranks
-        for ranks in range(1, num_heads + 1)
-        if num_heads % ranks == 0
-        and inner_size % ranks == 0
-        and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
-    ]
-    if size not in fits:
-        raise ConfigError(
-            f"{KEY}={size}: cannot divide the model's {num_heads} heads, {num_kv_heads} key-value heads and "
-            f"{inner_size} inner features of the MLP evenly; use {' or '.join(map(str, fits))}"
-        )
 
 
 class Shard:
@@ -41,7 +25,9 @@ class Shard:
 
     def __init__(self, model_config: Any, size: int, rank: int) -> None:
         num_kv_heads = model_config.num_key_value_heads
-        refuse_uneven(model_config.num_attention_heads, num_kv_heads, model_config.intermediate_size, size)
+        counts = (model_config.num_attention_heads, num_kv_heads, model_config.intermediate_size)
+        if (problem := why_not_parallel(*counts, size)) is not None:
+            raise ConfigError(problem)
         self._size, self._rank = size, rank
         by_kv_heads = (_BY_OUTPUT, min(size, num_kv_heads))
         self._cuts = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,8 @@ from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
 from rolepool.placement import Plan, Role
 from rolepool.placement.checks import models_of
-from rolepool.placement.models import ShapeUnknown, read_shape
+from rolepool.placement.estimate import estimate_memory
+from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import CallFuture
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
@@ -29,7 +29,6 @@ from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
-from rolepool.rollout.tensor_parallel import refuse_uneven
 
 CPUS_PER_HELPER, MOST_HELPERS = 8, 8
 """Processes for rule rewards: one for so many CPUs of the driver's node, within a limit."""
@@ -62,13 +61,13 @@ def build_roles(
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
     ranks_per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    with suppress(ShapeUnknown):  # the rollout's processes load the model, and check again
-        shape = read_shape(model_keys.path, model_keys.override_config)
-        refuse_uneven(shape.num_heads, shape.num_kv_heads, shape.intermediate_size, ranks_per_copy)
     proxies: dict[Role, RoleProxy] = {}
+    micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
 
     def add(role: Role, worker_class: type[Any], *args: Any, **options: Any) -> None:
         if role in plan.roles:
+            if ROLE_SPECS[role].operations:
+                options["micro_batches"] = micro_batches
             group = cluster.groups[plan.roles[role]]
             proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False, **options)
 
