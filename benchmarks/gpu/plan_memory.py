@@ -1,10 +1,11 @@
-"""What `rolepool plan` says of each role's memory against what the role takes on one GPU.
+"""What `rolepool plan` says about each role's memory, compared with what the role takes on one GPU.
 
     python benchmarks/gpu/plan_memory.py [--cases 0.5b 1.5b-checkpointing] [--roles actor rollout] [--snapshot]
     python benchmarks/gpu/plan_memory.py --tiny      a small model on the CPU, to try the script out; no verdict
 
-Each role does what it does in a PPO step, twice, in a process of its own: recipes/qwen0.5b_h200.yaml, passes filled by
-tokens, rows of full length, random weights. Compared are
+Whole runs with default keys are in plan_memory_runs.py, which this script calls at the end unless --cases is given.
+Each role does what it does in a PPO step, twice, in a process of its own: recipes/qwen0.5b_h200.yaml, micro-batches
+filled by tokens, rows of full length, random weights. Compared are
 
 - at work: the most that torch had allocated, and what the pools of CUDA graphs hold unused;
 - at rest: the same after the last operation, while another role of the pool would work.
@@ -32,16 +33,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import plan_memory_runs
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Role, build_plan
-from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES, RoleMemory, estimate_memory
+from rolepool.placement.estimate import MicroBatch, estimate_memory
+from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES, RoleMemory
 from rolepool.protocol import DataProto
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles import trained
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
 from rolepool.roles.ref import Reference
@@ -63,13 +65,15 @@ class Case:
     """Of a pass."""
     checkpointing: bool
     roles: tuple[Role, ...] = ROLES
+    gpu_memory_gib: float = 140
+    """What the plan is told. With too little of it activations are recomputed."""
 
 
 CASES = {
     "0.5b": Case("qwen2.5-0.5b", 12_288, False),  # two passes a mini-batch
     "0.5b-one-pass": Case("qwen2.5-0.5b", 24_576, False, TRAINED),
     "1.5b": Case("qwen2.5-1.5b", 12_288, False),
-    "1.5b-checkpointing": Case("qwen2.5-1.5b", 24_576, True, TRAINED),
+    "1.5b-checkpointing": Case("qwen2.5-1.5b", 24_576, True, TRAINED, gpu_memory_gib=45),
 }
 TINY = {"tiny": Case("qwen2-tiny", 32, False)}
 
@@ -175,29 +179,31 @@ def make_prompts(rows: DataProto, prompt_length: int) -> DataProto:
     return DataProto.from_dict(non_tensors=columns)
 
 
-def operations_of(role: Role, config: Config, vocab_size: int) -> list[tuple[str, Callable[[], object]]]:
+def operations_of(
+    role: Role, config: Config, sizes: dict[str, MicroBatch], vocab_size: int
+) -> list[tuple[str, Callable[[], object]]]:
     """The role is made, and what it does in a step is to be called, twice."""
     data = make_rows(config, vocab_size)
     if role is Role.Actor:
-        actor = Actor(config, 10)
+        actor = Actor(config, 10, micro_batches=sizes)
         once: list[tuple[str, Callable[[], object]]] = [
             ("compute_log_prob", lambda: actor.compute_log_prob(data)),
             ("update_actor", lambda: actor.update_actor(data)),
         ]
     elif role is Role.Critic:
-        critic = Critic(config, 10)
+        critic = Critic(config, 10, micro_batches=sizes)
         once = [
             ("compute_values", lambda: critic.compute_values(data)),
             ("update_critic", lambda: critic.update_critic(data)),
         ]
     elif role is Role.RefPolicy:
-        reference = Reference(config)
+        reference = Reference(config, micro_batches=sizes)
         once = [("compute_ref_log_prob", lambda: reference.compute_ref_log_prob(data))]
     elif role is Role.Rollout:
         rollout, prompts = Rollout(config, [], 0), make_prompts(data, config.data.max_prompt_length)
         once = [("generate_sequences", lambda: rollout.generate_sequences(prompts))]
     else:
-        reward_model = RewardModel(config, 0)
+        reward_model = RewardModel(config, 0, micro_batches=sizes)
         once = [("compute_scores", lambda: reward_model.compute_scores(data))]
     return 2 * once
 
@@ -205,23 +211,31 @@ def operations_of(role: Role, config: Config, vocab_size: int) -> list[tuple[str
 # In the role's own process
 
 
-def measure_role(role: Role, config: Config, vocab_size: int, device: str, snapshot: bool, answer: Connection) -> None:
+def measure_role(
+    role: Role,
+    config: Config,
+    sizes: dict[str, MicroBatch],
+    vocab_size: int,
+    device: str,
+    snapshot: bool,
+    answer: Connection,
+) -> None:
     try:
-        answer.send(_measure_role(role, config, vocab_size, device, snapshot))
+        answer.send(_measure_role(role, config, sizes, vocab_size, device, snapshot))
     except BaseException:
         answer.send(traceback.format_exc())
 
 
-def _measure_role(role: Role, config: Config, vocab_size: int, device: str, snapshot: bool) -> Measured:
+def _measure_role(
+    role: Role, config: Config, sizes: dict[str, MicroBatch], vocab_size: int, device: str, snapshot: bool
+) -> Measured:
     on_gpu = device == "cuda"
     before = used_on_gpu() if on_gpu else 0
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         with made_in(WorkerContext(role=role.value, device=device)):
-            operations = operations_of(role, config, vocab_size)
-        # Where there is room, activations are kept whatever the config says; the plan is about where there is none.
-        trained.free_bytes = lambda device: 0
+            operations = operations_of(role, config, sizes, vocab_size)
         measured = Measured()
         for name, call in operations:
             if on_gpu:
@@ -305,11 +319,13 @@ def place_of(frames: list[dict[str, Any]]) -> str:
 # In the parent
 
 
-def run_apart(config: Config, vocab_size: int, device: str, snapshot: bool, role: Role) -> Measured | str:
+def run_apart(
+    config: Config, sizes: dict[str, MicroBatch], vocab_size: int, device: str, snapshot: bool, role: Role
+) -> Measured | str:
     """A role's figures, or why there are none."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=measure_role, args=(role, config, vocab_size, device, snapshot, its))
+    process = context.Process(target=measure_role, args=(role, config, sizes, vocab_size, device, snapshot, its))
     process.start()
     its.close()
     try:
@@ -361,7 +377,8 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
     device = "cpu" if options.tiny else "cuda"
     make_models(content, device, folder)
     config = make_config(folder, case, options.tiny)
-    (pool,) = estimate_memory(config, build_plan(config), int(options.gpu_memory * GIB)).pools.values()
+    estimate = estimate_memory(config, build_plan(config), int(case.gpu_memory_gib * GIB))
+    (pool,) = estimate.pools.values()
     print(
         f"\n{name}: passes of {case.max_tokens} tokens, checkpointing {case.checkpointing}; figures in GiB; "
         f"the plan's overhead of a process {PROCESS_OVERHEAD_BYTES / GIB:.2f}"
@@ -369,7 +386,7 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
     roles = [role for role in case.roles if role.value in options.roles]
     good = True
     with ThreadPoolExecutor(options.at_once) as threads:
-        run = partial(run_apart, config, content["vocab_size"], device, options.snapshot)
+        run = partial(run_apart, config, estimate.micro_batches, content["vocab_size"], device, options.snapshot)
         for role, measured in zip(roles, threads.map(run, roles), strict=True):
             if isinstance(measured, str):
                 print(f"\n  {role.value}: failed\n{measured}", flush=True)
@@ -381,21 +398,22 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all, and whole runs")
     parser.add_argument("--roles", nargs="*", default=[role.value for role in ROLES], help="such as actor, rollout")
-    parser.add_argument("--gpu-memory", type=float, default=140, help="GiB, as for `rolepool plan`")
     parser.add_argument("--snapshot", action="store_true", help="print what was alive at the peak of an operation")
     parser.add_argument("--at-once", type=int, default=1, help="roles; the column `process` counts all of them")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
     good = True
-    for name, case in TINY.items() if options.tiny else ((name, CASES[name]) for name in options.cases):
+    for name, case in TINY.items() if options.tiny else ((name, CASES[name]) for name in options.cases or CASES):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 good = measure_case(name, case, options, Path(folder)) and good
         except Exception:
             traceback.print_exc()
             good = False
+    if options.cases is None:
+        good = plan_memory_runs.run_cases(tiny=options.tiny) and good
     return 0 if good else 1
 
 
