@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.memory import free_bytes
 from rolepool.roles.model_role import ModelRole
 from rolepool.roles.passes import USABLE, training_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class TrainedRole(ModelRole):
@@ -72,7 +69,8 @@ class TrainedRole(ModelRole):
         raise NotImplementedError
 
     def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
-        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
+        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches, and
+        how many updates were made and how many were skipped because their gradients were not finite."""
         start_s = time.perf_counter()
         with self.trained.on_device(training=True):
             metrics = self._step_through(data)
@@ -102,13 +100,14 @@ class TrainedRole(ModelRole):
         names = list(of_batches[0])
         numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
         columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
-        for norm in columns["grad_norm"]:
-            if self.rank == 0 and not math.isfinite(norm):
-                logger.warning(
-                    "%s: the norm of the gradients is %s, so this optimizer step is left out", self.role, norm
-                )
         means = {name: sum(column) / len(batches) for name, column in columns.items()}
-        return {**sum_over_ranks(means, self.device), "grad_norm": means["grad_norm"]}
+        num_made = sum(map(math.isfinite, columns["grad_norm"]))
+        return {
+            **sum_over_ranks(means, self.device),
+            "grad_norm": means["grad_norm"],
+            "updates": num_made,
+            "skipped_updates": len(batches) - num_made,
+        }
 
     def _must_recompute(self, num_tokens: int) -> bool:
         """Whether the activations of a pass cannot be kept. Known for packed passes on a GPU; elsewhere they are not.
