@@ -108,7 +108,7 @@ class Actor(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term of the loss."""
+    """Estimator of the KL term of the loss. low_var_kl is at most 10 per token, and has no gradient there."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; gradients above it are scaled down."""
     optim: Optim
