@@ -209,7 +209,7 @@ class Trainer:
                 after = "not saved (trainer.save_freq=-1)"
                 if self.saved_step == number:
                     after = f"saved; {command} goes on from there"
-                elif self.checkpoints.are_on:
+                elif self.checkpoints.are_on and self.bad_steps.reason is not None:
                     after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
