@@ -48,6 +48,10 @@ class WorkerError(RolepoolError):
         self.node, self.pid, self.method = node, pid, method
 
 
+class DivergedError(RolepoolError):
+    """Training makes no finite updates any more."""
+
+
 class DataError(RolepoolError, ValueError):
     """A batch does not have the keys, sizes or types that an operation needs."""
 

@@ -147,15 +147,19 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
     demo: Demo, tmp_path: Path
 ) -> None:
     more = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=3", "trainer.val_before_train=false"]
-    keys = small_keys(demo, tmp_path, "algorithm.adv_estimator=remax", *more)
+    reward, scored = tmp_path / "reward.py", tmp_path / "scored.txt"
+    reward.write_text(f"def compute_score(*_, **__):\n    open({str(scored)!r}, 'a').write('.')\n    return 0.0\n")
+    more.append(f"custom_reward_function.path={reward}")
+    keys = small_keys(demo, tmp_path / "run", "algorithm.adv_estimator=remax", *more)
     run = start(demo, *keys, "trainer.logger=[console]", "trainer.test_freq=-1")
     assert run.stdout is not None
     while not run.stdout.readline().startswith("step:1 "):
         assert run.poll() is None, "it ended before the first step"
     run.stdout.close()
     assert run.wait(timeout=60) == 0
-    read = read_run(tmp_path)
+    read = read_run(tmp_path / "run")
     assert list(read.rows) == [1, 2, 3]
+    assert len(scored.read_text()) == 3 * (16 * 2 + 16)  # two samples and one greedy response for each prompt
     assert all(row["training/num_steps"] == 3 for row in read.rows.values())
     for step in (1, 2, 3):
         spans = [each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")]

@@ -25,6 +25,8 @@ ADAPTIVE = [
     "algorithm.kl_ctrl.kl_coef=0.1",
     "actor_rollout_ref.actor.shuffle=true",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
+    "trainer.critic_warmup=1",
 ]
 TOO_MANY_RANKS = ["trainer.n_gpus_per_node=8", "placement.timeout_s=0.1"]
 """More than the tests' Ray has: no process starts."""
@@ -57,6 +59,12 @@ def test_a_run_that_lost_its_last_steps_does_them_again_bit_for_bit(demo: Demo, 
         for file in sorted((whole / "checkpoints" / "step_000004" / role).glob("*.safetensors")):
             before, after = load_file(file), load_file(used / "checkpoints" / "step_000004" / role / file.name)
             assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_learning_rate_of_the_actor_spans_its_own_steps(whole: Path) -> None:
+    """Three of four: one of warm-up, int(0.5 * 3), and two of a cosine."""
+    rates = {row["step"]: row["actor/lr"] for row in rows_of(whole) if "actor/lr" in row}
+    assert rates == pytest.approx({2: 1e-3, 3: 1e-3, 4: 0.5e-3})
 
 
 def test_a_run_goes_on_from_an_earlier_step_under_another_placement_to_tolerance(

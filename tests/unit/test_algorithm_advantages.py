@@ -50,13 +50,13 @@ def random_rollouts(seed: int) -> Rollouts:
     return Rollouts(rewards, values, mask.long(), uids, torch.randn(rows, generator=generator, dtype=torch.float64))
 
 
-def estimate(name: str, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+def estimate(name: str, rollouts: Rollouts, gamma: float = GAMMA, lam: float = LAM) -> tuple[Tensor, Tensor]:
     return compute_advantage(
         "grpo" if name == "dr_grpo" else name,
         rollouts.rewards,
         rollouts.mask,
-        gamma=GAMMA,
-        lam=LAM,
+        gamma=gamma,
+        lam=lam,
         norm_adv_by_std_in_grpo=name != "dr_grpo",
         values=rollouts.values,
         index=rollouts.index,
@@ -294,6 +294,20 @@ def test_float32_stays_float32_and_no_gradient_flows(name: str) -> None:
     )
     for result in estimate(name, single):
         assert result.dtype == torch.float32 and not result.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [0.1, 10.1, 1 / 3, 123456.7])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_equal_scores_give_advantages_of_exactly_zero(name: str, score: float, dtype: torch.dtype) -> None:
+    num_rows, width = 24, 5
+    mask = (torch.arange(width) < torch.tensor([3, 5, 4]).repeat(8)[:, None]).long()
+    is_last = torch.arange(width) == mask.sum(dim=1, keepdim=True) - 1
+    rewards = torch.where(is_last, score, 0.0).to(dtype)
+    index = np.repeat(np.array(["a", "b", "c"], dtype=object), 8)
+    rollouts = Rollouts(rewards, torch.full_like(rewards, 0.3), mask, index, rewards.sum(dim=1))
+    advantages, _ = estimate(name, rollouts, gamma=1.0, lam=1.0)
+    assert advantages.shape == (num_rows, width) and (advantages == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_k3_is_clamped_keeps_small_digits_and_is_never_negative() -> None:
     assert result[5] == 0
 
 
+def test_k3_at_its_cap_has_no_gradient() -> None:
+    difference = torch.tensor([-2.7, -2.5, 0.0, 10.9, 11.1], dtype=torch.float64, requires_grad=True)
+    kl_penalty(difference, torch.zeros_like(difference), "k3").sum().backward()
+    expected = [0, 1 - math.exp(2.5), 0, 1 - math.exp(-10.9), 0]
+    assert difference.grad is not None and difference.grad.tolist() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_with_finite_differences(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -79,6 +79,13 @@ def test_too_few_tokens_for_a_variance_give_zeros(num_kept: int) -> None:
     assert (masked_whiten(VALUES, mask) == 0).all()
 
 
+def test_equal_values_are_whitened_to_exactly_zero() -> None:
+    values = torch.full((7, 3), 0.1)
+    assert (values.mean() != values).all()  # as float32 rounds
+    assert (masked_whiten(values, torch.ones(7, 3)) == 0).all()
+    assert masked_whiten(values[:0], torch.ones(0, 3)).shape == (0, 3)
+
+
 def test_a_mask_of_another_shape_is_an_error_not_a_broadcast() -> None:
     with pytest.raises(DataError, match=r"\(3, 3\).*\(3, 1\)"):
         masked_mean(VALUES, MASK[:, :1])

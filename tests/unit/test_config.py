@@ -155,6 +155,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "val_before_train": True,
         "val_only": False,
         "critic_warmup": 0,
+        "max_bad_steps": 3,
         "balance_batch": True,
         "resume_mode": "auto",
         "resume_from_path": NOT_SAID,

@@ -30,7 +30,9 @@ class Future:
         return self.batch
 
 
-def estimated(tmp_path: Path, *words: str) -> tuple[Estimated, dict[str, Future]]:
+def estimated(
+    tmp_path: Path, *words: str, baselines: torch.Tensor | None = None
+) -> tuple[Estimated, dict[str, Future]]:
     file = tmp_path / "empty.yaml"
     file.write_text("")
     config = load_config([str(file)], list(words)).config
@@ -44,7 +46,8 @@ def estimated(tmp_path: Path, *words: str) -> tuple[Estimated, dict[str, Future]
         "ref": Future({"ref_log_prob": -2 * numbers}),
     }
     prompts = DataProto.from_dict(non_tensors={"uid": np.arange(ROWS)})
-    return Estimator(config).estimate(prompts, **futures, baselines=None), futures  # type: ignore[arg-type]
+    of_greedy = Future({"token_level_scores": baselines}) if baselines is not None else None
+    return Estimator(config).estimate(prompts, **futures, baselines=of_greedy), futures  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("with_penalty", [False, True])
@@ -66,3 +69,10 @@ def test_a_batch_is_described_by_what_was_estimated_and_its_entropies(tmp_path: 
     assert metrics["critic/values/max"] == pytest.approx(1.1)
     assert metrics["perf/total_num_tokens"] == 2 * ROWS * LENGTH
     assert result.lengths == [2 * LENGTH] * ROWS
+
+
+def test_the_greedy_score_of_a_prompt_is_the_baseline_of_all_its_samples(tmp_path: Path) -> None:
+    of_two_prompts = torch.tensor([[0.0, 10.0, 0.0], [0.0, 0.0, 20.0]])
+    result, _ = estimated(tmp_path, "algorithm.adv_estimator=remax", baselines=of_two_prompts)
+    taken_off = result.batch.batch["returns"] - result.batch.batch["advantages"]
+    assert taken_off[:, 0].tolist() == [10, 10, 20, 20]

@@ -54,13 +54,11 @@ def compute_grpo_outcome_advantage(
     A group of one has nothing to compare with: mean 0 and std 1 are taken, so its score is left as it is
     (divided by 1 + epsilon).
     """
-    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
-    alone = size_of_row == 1
-    centred = torch.where(alone, scores, scores - _group_sums(scores, group_of_row) / size_of_row)
+    centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     if norm_adv_by_std_in_grpo:
         variance = _group_sums(centred.square(), group_of_row) / (size_of_row - 1).clamp(min=1)
-        centred = centred / (torch.where(alone, torch.ones_like(variance), variance.sqrt()) + epsilon)
-    return _same_for_all_tokens(centred, response_mask)
+        centred = centred / (torch.where(size_of_row == 1, 1.0, variance.sqrt()) + epsilon)
+    return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
 
 
 @torch.no_grad()
@@ -73,9 +71,9 @@ def compute_rloo_outcome_advantage(
 
     A group of one has no others: its score is left as it is.
     """
-    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
-    others = (_group_sums(scores, group_of_row) - scores) / (size_of_row - 1).clamp(min=1)
-    return _same_for_all_tokens(torch.where(size_of_row == 1, scores, scores - others), response_mask)
+    centred, _, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
+    advantages = centred * size_of_row / (size_of_row - 1).clamp(min=1)
+    return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
 
 
 @torch.no_grad()
@@ -115,9 +113,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A group of one has no baseline: its score goes into the whitening as it is.
     """
-    scores, group_of_row, size_of_row = _scores_and_groups(token_level_rewards, response_mask, index)
-    centred = torch.where(size_of_row == 1, scores, scores - _group_sums(scores, group_of_row) / size_of_row)
+    centred, _, _ = _centred_scores(token_level_rewards, response_mask, index)
     advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
+    advantages = advantages.to(token_level_rewards.dtype)
     return advantages, advantages
 
 
@@ -186,11 +184,16 @@ def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
-def _scores_and_groups(
+def _centred_scores(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row: its score, its group's number, and how many rows its group has. Padding rows are group 0."""
-    scores = masked_sum(token_level_rewards, response_mask, axis=-1)
+    """For every row, in float64: its score less the mean of its group (a group of one: the score), the number of its
+    group, and how many rows the group has. Padding rows are group 0.
+
+    Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
+    deviation would turn into an advantage; the mean of their differences to the lowest is 0.
+    """
+    scores = masked_sum(token_level_rewards.double(), response_mask, axis=-1)
     if len(index) != len(scores):
         raise DataError(f"index holds {len(index)} group ids for {len(scores)} rows")
     numbers: dict[Any, int] = {}
@@ -198,7 +201,11 @@ def _scores_and_groups(
     rows = zip(index, is_real, strict=True)
     numbers_of_rows = [numbers.setdefault(uid, len(numbers) + 1) if real else 0 for uid, real in rows]
     group_of_row = torch.tensor(numbers_of_rows, dtype=torch.long, device=scores.device)
-    return scores, group_of_row, _group_sums(torch.ones_like(scores), group_of_row)
+    size_of_row = _group_sums(torch.ones_like(scores), group_of_row)
+    lowest = scores.new_zeros(len(scores) + 1).scatter_reduce(0, group_of_row, scores, "amin", include_self=False)
+    above = scores - lowest[group_of_row]
+    centred = torch.where(size_of_row == 1, scores, above - _group_sums(above, group_of_row) / size_of_row)
+    return centred, group_of_row, size_of_row
 
 
 def _group_sums(numbers: Tensor, group_of_row: Tensor) -> Tensor:

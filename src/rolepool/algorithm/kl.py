@@ -25,7 +25,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     abs             |d|
     mse, k2         d^2 / 2            biased, low variance
     low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
-                                       10, so that one outlier token cannot drown the batch
+                                       10, so that one outlier token cannot drown the batch; such a token has no
+                                       gradient
     """
     difference = logprob - ref_logprob
     match kl_penalty:

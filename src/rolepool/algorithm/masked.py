@@ -38,10 +38,16 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere; the mean is added back if not shift_mean."""
-    mean = masked_mean(values, mask)
-    whitened = (keep_masked(values, mask) - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
-    return keep_masked(whitened if shift_mean else whitened + mean, mask)
+    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere; the mean is added back if not shift_mean.
+
+    Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
+    equal numbers may differ from them by rounding, which the division would make up to 10,000 times as large.
+    """
+    first = values[mask.bool()][:1].sum().double()
+    differences = keep_masked(values.double() - first, mask)
+    mean = masked_mean(differences, mask)
+    whitened = (differences - mean) * torch.rsqrt(masked_var(differences, mask) + WHITEN_EPSILON)
+    return keep_masked(whitened if shift_mean else whitened + mean + first, mask).to(values.dtype)
 
 
 def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ class Optim(Section):
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """AdamW's two decay rates."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
-    """Training steps of linear warm-up; -1 takes lr_warmup_steps_ratio instead."""
+    """Steps of linear warm-up, from the first in which the role updates; -1 takes lr_warmup_steps_ratio instead."""
     lr_warmup_steps_ratio: Ratio = 0.0
-    """Warm-up as a fraction of all training steps; in force while lr_warmup_steps is -1."""
+    """Warm-up as a fraction of the steps in which the role updates; in force while lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate after warm-up."""
+    """Course of the learning rate after warm-up; a cosine spans the steps in which the role updates."""
     min_lr_ratio: Ratio = 0.0
     """Where the cosine schedule ends, as a fraction of lr."""
 
@@ -108,7 +108,7 @@ class Actor(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term of the loss."""
+    """Estimator of the KL term of the loss. low_var_kl is at most 10 per token, and has no gradient there."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; gradients above it are scaled down."""
     optim: Optim

@@ -117,6 +117,8 @@ class Trainer(Section):
     """Validate and stop."""
     critic_warmup: CountOrZero = 0
     """Steps in which only the critic trains, at the start."""
+    max_bad_steps: Count = 3
+    """End the run, with exit code 2, after so many steps in a row in which a role made no finite update."""
     balance_batch: bool = True
     """Give every rank about the same number of tokens."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

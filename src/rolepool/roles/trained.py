@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from rolepool.placement.estimate import shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.roles.model_role import MicroBatches, ModelRole
-
-logger = logging.getLogger(__name__)
 
 
 class TrainedRole(ModelRole):
@@ -74,7 +71,8 @@ class TrainedRole(ModelRole):
         raise NotImplementedError
 
     def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
-        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches."""
+        """One pass over the batch in mini-batches, an optimizer step each. Metrics are means over the mini-batches, and
+        how many updates were made and how many were skipped because their gradients were not finite."""
         start_s = time.perf_counter()
         with self.trained.on_device(training=True):
             metrics = self._step_through(data)
@@ -100,13 +98,14 @@ class TrainedRole(ModelRole):
         names = list(of_batches[0])
         numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
         columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
-        for norm in columns["grad_norm"]:
-            if self.rank == 0 and not math.isfinite(norm):
-                logger.warning(
-                    "%s: the norm of the gradients is %s, so this optimizer step is left out", self.role, norm
-                )
         means = {name: sum(column) / len(batches) for name, column in columns.items()}
-        return {**sum_over_ranks(means, self.device), "grad_norm": means["grad_norm"]}
+        num_made = sum(map(math.isfinite, columns["grad_norm"]))
+        return {
+            **sum_over_ranks(means, self.device),
+            "grad_norm": means["grad_norm"],
+            "updates": num_made,
+            "skipped_updates": len(batches) - num_made,
+        }
 
     def _loss_of_rows(self, batch: Batch, counts: LossCounts, rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         return self.loss_of(rows_on(self.device, batch, rows), counts)

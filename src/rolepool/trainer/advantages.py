@@ -69,7 +69,10 @@ class Estimator:
         of_tokens = (values, old, ref) if self.keys.use_kl_in_reward else (values,)
         for future in of_tokens:
             tensors.update(future.get().batch.items() if future is not None else ())
-        of_greedy = baselines.get().batch["token_level_scores"].sum(dim=1) if baselines is not None else None
+        of_greedy = None
+        if baselines is not None:  # one for each prompt, whose samples stand side by side
+            scores_of_prompts = baselines.get().batch["token_level_scores"].sum(dim=1)
+            of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
         given = (rollouts, scores, *of_tokens, baselines)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:

@@ -57,7 +57,10 @@ class Roles:
 def build_roles(
     cluster: Cluster, config: Config, plan: Plan, num_training_steps: int, dtype: torch.dtype = torch.float32
 ) -> Roles:
-    """Make every role on its pool, all pools side by side, and wait until they are there."""
+    """Make every role on its pool, all pools side by side, and wait until they are there.
+
+    The learning rate of a role follows the steps in which it updates: the actor does not in the critic's warm-up.
+    """
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
     ranks_per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -72,7 +75,7 @@ def build_roles(
             proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False, **options)
 
     # The actor comes before the rollout, which shares its weights where they share a process.
-    add(Role.Actor, Actor, num_training_steps)
+    add(Role.Actor, Actor, max(0, num_training_steps - config.trainer.critic_warmup))
     add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tokenizer.pad_token_id, tensor_parallel=ranks_per_copy)
     add(Role.RefPolicy, Reference)
     add(Role.Critic, Critic, num_training_steps)

@@ -52,6 +52,11 @@ class Checkpoints:
         """The last whole one in the folder, whether it is to be gone on from or not."""
         return newest_checkpoint(self._folder.path)
 
+    @property
+    def newest_in_words(self) -> str:
+        newest = self.newest
+        return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
+
     def find(self) -> Path | None:
         """The checkpoint to go on from; None starts anew."""
         if self._keys.resume_mode == "disable":

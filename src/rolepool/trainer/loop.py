@@ -33,6 +33,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Roles, build_roles, check_inputs
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
+from rolepool.trainer.divergence import BadSteps
 from rolepool.trainer.rows import record, step_row
 from rolepool.trainer.step import StepCalls, ppo_step
 from rolepool.trainer.validation import validate
@@ -44,7 +45,7 @@ class Observer:
     """Told of a run as it goes on. Does nothing; a console does more."""
 
     def on_notice(self, line: str) -> None:
-        """Where the run starts, and what becomes of an earlier one."""
+        """Where the run starts, what becomes of an earlier one, and why a checkpoint is not saved."""
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         """A row of metrics was written."""
@@ -110,6 +111,7 @@ class Trainer:
         self.loggers = Loggers(self.config)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
+        self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
         self.start_step = self.saved_step = 0
         self._before: list[Recorded] = []
@@ -199,14 +201,16 @@ class Trainer:
             try:
                 unfinished = self._step(roles, number, unfinished)
             except KeyboardInterrupt:
-                saved = self.checkpoints.newest
-                last = f"the last checkpoint is {saved}" if saved is not None else "there is no checkpoint"
                 ended = self._before[0].step if self._before else self.start_step
-                raise KeyboardInterrupt(f"all after step {ended} was dropped; {last}") from None
+                words = f"all after step {ended} was dropped; {self.checkpoints.newest_in_words}"
+                raise KeyboardInterrupt(words) from None
             if self.interrupt.asked and unfinished is None and number < self.num_steps:
                 command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
-                saved_it = f"saved; {command} goes on from there"
-                after = saved_it if self.saved_step == number else "not saved (trainer.save_freq=-1)"
+                after = "not saved (trainer.save_freq=-1)"
+                if self.saved_step == number:
+                    after = f"saved; {command} goes on from there"
+                elif self.checkpoints.are_on and self.bad_steps.reason is not None:
+                    after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
@@ -226,7 +230,10 @@ class Trainer:
         if tests:
             self._validate(roles, number)
         if saves or (self.checkpoints.are_on and self.interrupt.asked):
-            self._save(roles, number)
+            if self.bad_steps.reason is None:
+                self._save(roles, number)
+            else:
+                self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
         return None
 
     def _validate(self, roles: Roles, number: int) -> None:
@@ -262,6 +269,7 @@ class Trainer:
         samples = self.monitors.take()
         self.folder.add_monitor(samples)
         self._write(step.number, {**metrics, **pool_utilization(samples)})
+        self.bad_steps.add(step.number, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)

@@ -54,10 +54,11 @@ def step_row(
 
 
 def _update_metrics(step: StepCalls) -> dict[str, float]:
-    """Of several epochs, the mean."""
+    """Of several epochs the mean, and of updates the sum."""
     metrics: dict[str, float] = {}
     for name in ("update_critic", "update_actor"):
         rows = [call.get()[0] for call in step.calls[name]]
         for key in rows[0] if rows else ():
-            metrics[key] = sum(row[key] for row in rows) / len(rows)
+            total = sum(row[key] for row in rows)
+            metrics[key] = total if key.endswith("updates") else total / len(rows)
     return metrics

@@ -37,8 +37,11 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
     """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
     rollouts: DataProtoFuture = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
-    greedy = roles.rollout.generate_sequences(prompts, purpose="baseline") if estimator.needs_baselines else None
-    baselines = roles.reward.compute_scores(greedy.union(prompts)) if greedy is not None else None
+    greedy = baselines = None
+    if estimator.needs_baselines:
+        once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt stand side by side
+        greedy = roles.rollout.generate_sequences(once, purpose="baseline")
+        baselines = roles.reward.compute_scores(greedy.union(once))
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
