@@ -63,7 +63,7 @@ class PolicyModel(Section):
     path: str | None = None
     """Model folder in Hugging Face format, or hub id, of actor, rollout and reference."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass, where keeping them would not fit on the GPU."""
+    """Recompute activations in the backward pass if keeping them would not fit on the GPU; `plan` says which."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     trust_remote_code: bool = False
@@ -179,7 +179,7 @@ class CriticModel(Section):
     path: str | None = follows("actor_rollout_ref.model.path")
     """Model folder or hub id whose trunk the critic starts from; a value head is added."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass, where keeping them would not fit on the GPU."""
+    """Recompute activations in the backward pass if keeping them would not fit on the GPU; `plan` says which."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding."""
     fsdp_config: Fsdp
