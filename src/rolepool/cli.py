@@ -68,6 +68,7 @@ def plan(arguments: list[str]) -> int | None:
     from rolepool.placement.inventory import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.placement.plan import build_plan
     from rolepool.placement.render import plan_as_json, plan_as_text
+    from rolepool.trainer.paper import schedule_of
 
     loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
@@ -85,10 +86,11 @@ def plan(arguments: list[str]) -> int | None:
     problems = find_problems(loaded.config, made)
     estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
     advice = advise(loaded.config, made, estimate, gpu_memory, replan)
+    overlaps = schedule_of(loaded.config).overlaps(made.roles)
     if options.json:
-        print(plan_as_json(made, estimate, problems, advice))
+        print(plan_as_json(made, overlaps, estimate, problems, advice))
     else:
-        print(plan_as_text(made, estimate, advice))
+        print(plan_as_text(made, overlaps, estimate, advice))
     print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
     return EXIT_USER if problems or (options.strict and does_not_fit) else None
@@ -116,11 +118,15 @@ def train(arguments: list[str]) -> None:
 
 def export(arguments: list[str]) -> None:
     """Write the model of a checkpoint as a plain Hugging Face folder."""
+    from rolepool.placement.roles import trained_roles
+
     parser = Parser("rolepool export", export.__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="of this step; default: the newest checkpoint")
-    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="default: actor")
+    parser.add_argument(
+        "--role", choices=[str(role) for role in trained_roles()], default="actor", help="default: actor"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     from safetensors import SafetensorError

@@ -176,31 +176,32 @@ def _roles_known(estimate: MemoryEstimate) -> set[Role]:
 
 def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     """Smaller passes, offload, tensor parallelism, less cache, another division."""
-    models = config.actor_rollout_ref
-    for operation in (operation for role in plan.roles for operation in ROLE_SPECS[role].operations):
-        keys = operation.micro_batch
+    rollout = config.actor_rollout_ref.rollout
+    specs = {role: ROLE_SPECS[role] for role in plan.roles}
+    for _, keys in (batched for spec in specs.values() for batched in spec.batched):
         key = keys.tokens if config.at(keys.by_tokens) else keys.rows
         size = config.at(key)
         while size is not None and size > 1:
             size //= 2
             yield {key: size}
-    if not models.model.enable_gradient_checkpointing:
-        yield {"actor_rollout_ref.model.enable_gradient_checkpointing": True}
-    if not config.critic.model.enable_gradient_checkpointing:
-        yield {"critic.model.enable_gradient_checkpointing": True}
-    for section in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
-        yield {f"{section}.optimizer_offload": True}
-        yield {f"{section}.param_offload": True, f"{section}.optimizer_offload": True}
-    yield {"actor_rollout_ref.ref.fsdp_config.param_offload": True}
-    if not models.rollout.free_cache_engine:
+    for spec in specs.values():
+        if spec.is_trained and not config.at(spec.model).enable_gradient_checkpointing:
+            yield {f"{spec.model}.enable_gradient_checkpointing": True}
+        if spec.is_trained:
+            yield {f"{spec.fsdp}.optimizer_offload": True}
+            yield {f"{spec.fsdp}.param_offload": True, f"{spec.fsdp}.optimizer_offload": True}
+        elif spec.fsdp is not None:
+            yield {f"{spec.fsdp}.param_offload": True}
+    if not rollout.free_cache_engine:
         yield {"actor_rollout_ref.rollout.free_cache_engine": True}
-    on_a_node = max(plan.pool_of(Role.Rollout).counts_by_node.values())
-    parallel = models.rollout.tensor_model_parallel_size
-    while parallel < min(on_a_node, 8):
-        parallel *= 2
-        yield {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
+    for role, spec in specs.items():
+        on_a_node = max(plan.pool_of(role).counts_by_node.values())
+        parallel = on_a_node if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
+        while spec.tensor_parallel is not None and parallel < min(on_a_node, 8):
+            parallel *= 2
+            yield {spec.tensor_parallel: parallel}
     for utilization in (0.4, 0.3, 0.2):
-        if utilization < models.rollout.gpu_memory_utilization:
+        if utilization < rollout.gpu_memory_utilization:
             yield {"actor_rollout_ref.rollout.gpu_memory_utilization": utilization}
     yield from _divisions(config)
 

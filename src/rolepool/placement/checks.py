@@ -13,19 +13,17 @@ from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
-from rolepool.config.model_keys import Actor, Critic
+from rolepool.config.model_keys import PolicyModel
 from rolepool.placement.engines import why_not_native, why_not_parallel
 from rolepool.placement.models import ShapeUnknown, read_model_file, read_num_positions, read_shape
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import Role
+from rolepool.placement.roles import ROLE_SPECS, Role
 
 
 def data_parallel_size(config: Config, plan: Plan, role: Role) -> int:
     """Number of parts that a role's batch is cut into: its pool's processes, or its groups of tensor-parallel ranks."""
-    world_size = plan.pool_of(role).world_size
-    if role is not Role.Rollout:
-        return world_size
-    return max(1, world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    key = ROLE_SPECS[role].tensor_parallel
+    return max(1, plan.pool_of(role).world_size // (1 if key is None else config.at(key)))
 
 
 def find_problems(config: Config, plan: Plan) -> list[str]:
@@ -43,40 +41,36 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
 
 def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:
     """The models that a run loads, by the keys that name them: where each is, and what is overridden in it."""
-    policy = config.actor_rollout_ref.model
-    models: dict[str, tuple[str | None, Mapping[str, Any]]] = {
-        "actor_rollout_ref.model.path": (policy.path, policy.override_config)
+    models = {section: config.at(section) for section in dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)}
+    return {
+        f"{section}.path": (model.path, model.override_config if isinstance(model, PolicyModel) else {})
+        for section, model in models.items()
     }
-    if Role.Critic in plan.roles:
-        models["critic.model.path"] = config.critic.model.path, {}
-    if Role.RewardModel in plan.roles:
-        models["reward_model.model.path"] = config.reward_model.model.path, {}
-    return models
 
 
 def _tensor_parallel(config: Config, plan: Plan) -> Iterator[str]:
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    counts = sorted(set(plan.pool_of(Role.Rollout).counts_by_node.values()))
-    uneven = [count for count in counts if count % size]
-    if uneven:
-        fits = [divisor for divisor in range(1, min(counts) + 1) if all(count % divisor == 0 for count in counts)]
-        yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: must divide the {uneven[0]} process"
-            f"{'es' if uneven[0] > 1 else ''} that {plan.roles[Role.Rollout]} has on a node; "
-            f"use {' or '.join(map(str, fits))}"
-        )
+    for role, pool in plan.roles.items():
+        key = ROLE_SPECS[role].tensor_parallel
+        size = 1 if key is None else config.at(key)
+        counts = sorted(set(plan.pool_of(role).counts_by_node.values()))
+        uneven = [count for count in counts if count % size]
+        if uneven:
+            fits = [divisor for divisor in range(1, min(counts) + 1) if all(count % divisor == 0 for count in counts)]
+            yield (
+                f"{key}={size}: must divide the {uneven[0]} process{'es' if uneven[0] > 1 else ''} that {pool} has on "
+                f"a node; use {' or '.join(map(str, fits))}"
+            )
 
 
 def _sharding(config: Config, plan: Plan) -> Iterator[str]:
-    sizes = {
-        Role.Actor: ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config.fsdp_size),
-        Role.Critic: ("critic.model", config.critic.model.fsdp_config.fsdp_size),
-    }
-    for role, (section, size) in sizes.items():
-        if role in plan.roles and size != -1 and plan.pool_of(role).world_size % size:
+    for role, pool in plan.roles.items():
+        section = ROLE_SPECS[role].fsdp
+        size = config.at(section).fsdp_size if section and ROLE_SPECS[role].is_trained else -1
+        num_processes = plan.pool_of(role).world_size
+        if size != -1 and num_processes % size:
             yield (
-                f"{section}.fsdp_config.fsdp_size={size}: must divide the {plan.pool_of(role).world_size} processes of "
-                f"{plan.roles[role]}; use -1 for all of them"
+                f"{section}.fsdp_size={size}: must divide the {num_processes} processes of {pool}; "
+                "use -1 for all of them"
             )
 
 
@@ -94,14 +88,9 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
 
 def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
     samples = config.actor_rollout_ref.rollout.n
-    sections: list[tuple[Role, str, Actor | Critic]] = [
-        (Role.Actor, "actor_rollout_ref.actor", config.actor_rollout_ref.actor),
-        (Role.Critic, "critic", config.critic),
-    ]
-    for role, section, keys in sections:
-        if role not in plan.roles:
-            continue
-        prompts, micro = keys.ppo_mini_batch_size, keys.ppo_micro_batch_size_per_gpu
+    for role in (role for role in plan.roles if ROLE_SPECS[role].is_trained):
+        section = ROLE_SPECS[role].section
+        prompts, micro = config.at(section).ppo_mini_batch_size, config.at(section).ppo_micro_batch_size_per_gpu
         uneven = list(_uneven(config, plan, role, f"{section}.ppo_mini_batch_size", prompts))
         yield from uneven
         parts = plan.pool_of(role).world_size

@@ -123,7 +123,7 @@ def peak_by_role(roles: Mapping[Role, RoleMemory]) -> dict[Role, int]:
 
 def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
     """The micro-batches of a role that runs without a plan."""
-    return {operation.name: _as_written(config, role, operation) for operation in ROLE_SPECS[role].operations}
+    return {operation.name: _as_written(config, role, operation, keys) for operation, keys in ROLE_SPECS[role].batched}
 
 
 def _role_memory(
@@ -134,14 +134,14 @@ def _role_memory(
     No room gives the least that the role can take. Raises ShapeUnknown.
     """
     spec = ROLE_SPECS[role]
-    if not spec.operations:
-        return _generation_memory(config, plan, limit, room), {}
+    if not spec.batched:
+        return _generation_memory(config, plan, role, limit, room), {}
     held = held_model(config, role, plan.pool_of(role).world_size)
     taken, sizes = [], {}
-    for operation in spec.operations:
-        prompts = config.at(spec.keys).ppo_mini_batch_size if operation.trains else config.data.train_batch_size
+    for operation, keys in spec.batched:
+        prompts = config.at(spec.section).ppo_mini_batch_size if operation.trains else config.data.train_batch_size
         work = _Work(operation, held, _rows(config, plan, role, prompts), _length(config, role))
-        size = work.choose(_as_written(config, role, operation), room)
+        size = work.choose(_as_written(config, role, operation, keys), room)
         sizes[operation.name] = size
         taken.append(work.memory(size, work.length * size.most_rows(work.num_rows, work.length)))
     return max(taken, key=lambda memory: memory.working), sizes
@@ -204,31 +204,30 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
     )
 
 
-def _as_written(config: Config, role: Role, operation: Operation) -> MicroBatch:
+def _as_written(config: Config, role: Role, operation: Operation, keys: MicroBatchKeys) -> MicroBatch:
     """As the keys have it. A size that they leave open is the largest that would be chosen."""
-    keys, spec = operation.micro_batch, ROLE_SPECS[role]
     by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
     return MicroBatch(
         keys,
         rows=None if by_tokens else rows,
         tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, _length(config, role)),
         is_chosen=not by_tokens and rows is None,
-        recomputes=config.at(spec.model).enable_gradient_checkpointing if operation.trains else None,
+        recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
     )
 
 
-def _generation_memory(config: Config, plan: Plan, limit: int | None, room: int | None) -> RoleMemory:
+def _generation_memory(config: Config, plan: Plan, role: Role, limit: int | None, room: int | None) -> RoleMemory:
     """The engine takes a part of the GPU for weights and cache, and at most the same part of what is free for the
     cache."""
     keys = config.actor_rollout_ref.rollout
-    shape = shape_of(config, Role.Rollout)
-    num_rows = min(_rows(config, plan, Role.Rollout, config.data.train_batch_size), keys.max_num_seqs)
+    shape = shape_of(config, role)
+    num_rows = min(_rows(config, plan, role, config.data.train_batch_size), keys.max_num_seqs)
     weights = rollout_weight_bytes(shape, keys.tensor_model_parallel_size)
     return rollout_role(
         shape,
         tensor_parallel=keys.tensor_model_parallel_size,
         num_sequences=num_rows,
-        sequence_tokens=_length(config, Role.Rollout),
+        sequence_tokens=_length(config, role),
         prefill_tokens=min(num_rows * config.data.max_prompt_length, keys.max_num_batched_tokens),
         cache_bytes=None
         if limit is None or room is None
@@ -246,7 +245,8 @@ def shape_of(config: Config, role: Role) -> ModelShape:
 def _length(config: Config, role: Role) -> int:
     """Tokens of the longest row that a role reads."""
     whole = config.data.max_prompt_length + config.data.max_response_length
-    return min(whole, config.reward_model.max_length or whole) if role is Role.RewardModel else whole
+    key = ROLE_SPECS[role].max_length
+    return min(whole, config.at(key) or whole) if key is not None else whole
 
 
 def _rows(config: Config, plan: Plan, role: Role, num_prompts: int) -> int:

@@ -6,35 +6,15 @@ Pure data, JSON in and out. Everybody who needs to know where something lives as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from rolepool.config import Config
 from rolepool.placement.pools import ResourcePoolManager
-from rolepool.placement.roles import Role, home_of
+from rolepool.placement.roles import Role, home_of, needed_roles
 from rolepool.placement.slots import Slot, place_pools
-from rolepool.placement.strategies import STRATEGIES, needed_roles
-
-ROLES_AT_WORK = {
-    "reward": (Role.RewardModel,),
-    "values": (Role.Critic,),
-    "old_log_prob": (Role.Actor,),
-    "ref": (Role.RefPolicy,),
-    "update_critic": (Role.Critic,),
-    "update_actor": (Role.Actor,),
-    "update_weights": (Role.Actor, Role.Rollout),
-    "next_gen": (Role.Rollout,),
-}
-INDEPENDENT = (
-    *combinations(("reward", "values", "old_log_prob", "ref"), 2),
-    *(("update_critic", other) for other in ("old_log_prob", "ref", "update_actor", "update_weights", "next_gen")),
-)
-"""Operations of a PPO step that need nothing of each other. All scoring needs the rollouts only; the critic's update
-needs rewards and values, and need not be waited for until the next step's values."""
-NOT_WITH_PENALTY = (("update_critic", "old_log_prob"), ("update_critic", "ref"))
-"""Of those, the ones that do need each other where the reward has a KL penalty."""
+from rolepool.placement.strategies import STRATEGIES
 
 
 class PlannedPool(BaseModel):
@@ -60,14 +40,13 @@ class PlannedPool(BaseModel):
 class Plan(BaseModel):
     """Where every role lives."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")  # plan.json of an older run may hold more
 
     gpus_per_node: tuple[int, ...]
     device: str
     pools: dict[str, PlannedPool]
     roles: dict[Role, str]
     left_out: dict[Role, str]
-    overlaps: tuple[tuple[str, str], ...]
     mps: bool = False
     """Whether pools that share GPUs use CUDA MPS."""
 
@@ -91,14 +70,7 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
     _, left_out = needed_roles(config)
-    return place(
-        manager,
-        inventory,
-        device=config.trainer.device,
-        left_out=left_out,
-        mps=config.placement.mps,
-        kl_in_reward=config.algorithm.use_kl_in_reward,
-    )
+    return place(manager, inventory, device=config.trainer.device, left_out=left_out, mps=config.placement.mps)
 
 
 def place(
@@ -108,7 +80,6 @@ def place(
     device: str = "auto",
     left_out: dict[Role, str] | None = None,
     mps: bool = False,
-    kl_in_reward: bool = False,
 ) -> Plan:
     """Put pools and roles that are written out on the nodes there are."""
     slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
@@ -127,24 +98,5 @@ def place(
         pools=pools,
         roles=manager.roles,
         left_out=left_out or {},
-        overlaps=overlapping_operations(manager.roles, kl_in_reward=kl_in_reward),
         mps=mps,
-    )
-
-
-def overlapping_operations(roles: Mapping[Role, str], *, kl_in_reward: bool) -> tuple[tuple[str, str], ...]:
-    """The pairs of independent operations that run in different pools, and so at the same time."""
-    homes = {Role.RewardModel: None, **roles}  # a rule reward runs on CPUs, beside all pools
-    places = {
-        operation: {homes[role] for role in needed}
-        for operation, needed in ROLES_AT_WORK.items()
-        if homes.keys() >= set(needed)
-    }
-    return tuple(
-        (one, other)
-        for one, other in INDEPENDENT
-        if not (kl_in_reward and (one, other) in NOT_WITH_PENALTY)
-        and one in places
-        and other in places
-        and places[one].isdisjoint(places[other])
     )

@@ -39,9 +39,15 @@ MEMORY_COLUMNS = {
 """Titles of a role's figures."""
 
 
-def plan_as_json(plan: Plan, estimate: MemoryEstimate, problems: Sequence[str], advice: Sequence[Advice]) -> str:
+Overlaps = Sequence[tuple[str, str]]
+"""Pairs of operations that can run at the same time."""
+
+
+def plan_as_json(
+    plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, problems: Sequence[str], advice: Sequence[Advice]
+) -> str:
     """One JSON object: pools, roles, overlaps, memory, problems, advice."""
-    document = plan.model_dump(mode="json")
+    document = plan.model_dump(mode="json") | {"overlaps": overlaps}
     pools = {
         name: {
             "roles": {
@@ -68,7 +74,7 @@ def plan_as_json(plan: Plan, estimate: MemoryEstimate, problems: Sequence[str], 
     return json.dumps(document, indent=2)
 
 
-def plan_as_text(plan: Plan, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
+def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
     """What to print, in colour where standard output is a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -76,7 +82,7 @@ def plan_as_text(plan: Plan, estimate: MemoryEstimate, advice: Sequence[Advice])
     parts: list[RenderableType] = [_headline(plan), "", _grid(plan), "", _legend(plan, estimate), ""]
     if estimate.pools and plan.device != "cpu":
         parts.extend([_memory_table(plan, estimate), ""])
-    parts.extend(_notes(plan, estimate))
+    parts.extend(_notes(plan, overlaps, estimate))
     parts.extend(_memory_verdict(estimate, advice))
     with console.capture() as capture:
         console.print(Group(*parts))
@@ -178,12 +184,12 @@ def _memory_text(plan: Plan, estimate: MemoryEstimate, name: str) -> Text:
     return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", (verdict, style), least)
 
 
-def _notes(plan: Plan, estimate: MemoryEstimate) -> list[Text]:
+def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Text]:
     notes = [
         ("overlap", f"{one} with {', '.join(other for _, other in pairs)}")
-        for one, pairs in groupby(plan.overlaps, key=lambda pair: pair[0])
+        for one, pairs in groupby(overlaps, key=lambda pair: pair[0])
     ] or [("overlap", "none, all operations run one after another")]
-    notes += [("left out", f"{role}, for {reason}") for role, reason in plan.left_out.items()]
+    notes += [("not used", f"{role} ({reason})") for role, reason in plan.left_out.items()]
     if plan.device != "cpu":
         texts = {operation: _size_text(size) for operation, size in estimate.micro_batches.items()}
         for text in dict.fromkeys(texts.values()):

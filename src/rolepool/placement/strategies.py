@@ -10,25 +10,13 @@ from collections.abc import Callable, Sequence
 from rolepool.config import Config
 from rolepool.errors import PlacementError
 from rolepool.placement.pools import ResourcePoolManager
-from rolepool.placement.roles import Role
+from rolepool.placement.roles import Role, needed_roles
 
 GpusPerNode = Sequence[int]
 
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
 CRITIC_POOL = "critic_pool"
-
-
-def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
-    """The roles that the algorithm needs, in order, and for each other role why it is left out."""
-    left_out: dict[Role, str] = {}
-    if not config.uses_reference:
-        left_out[Role.RefPolicy] = "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"
-    if not config.uses_critic:
-        left_out[Role.Critic] = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
-    if not config.reward_model.enable:
-        left_out[Role.RewardModel] = "the reward is a rule (reward_model.enable=false)"
-    return [role for role in Role if role.parts == (role,) and role not in left_out], left_out
 
 
 def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:

@@ -6,7 +6,6 @@ results come back. What carries that out is in `rolepool.cluster`.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from rolepool.errors import DataError
+from rolepool.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,6 @@ class WorkerContext:
     def seed(self) -> int:
         """Seed of the role at work, of its own on every rank."""
         return derive_seed(self.run_seed, self.role, self.rank)
-
-
-def derive_seed(*parts: object) -> int:
-    """A seed that depends on all parts and on nothing else; the same on every machine."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 _context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(

@@ -7,25 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rolepool.placement.roles import OPERATIONS
+
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
 SERIES_COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW)
 """For lines that are neither: runs, pools, GPUs. In this order; after the last the first again."""
 
-OPERATION_COLORS = {
-    "gen": GREEN,
-    "baseline": "#80CEB9",
-    "reward": YELLOW,
-    "values": ORANGE,
-    "old_log_prob": SKY,
-    "ref": PURPLE,
-    "adv": "#595959",
-    "update_critic": VERMILLION,
-    "update_actor": BLUE,
-    "update_weights": "#8C8C8C",
-    "testing": "#B3B3B3",
-    "save_checkpoint": "#D9D9D9",
-}
+OPERATION_COLORS = {name: operation.color for name, operation in OPERATIONS.items()}
 """In the order of a step, which is also the order of legends and stacks."""
 
 WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}

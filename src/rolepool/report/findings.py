@@ -6,7 +6,7 @@ Owns when something is worth saying. Every finding carries the numbers it rests 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from rolepool.errors import RolepoolError
 from rolepool.metrics.spans import DRIVER
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.roles import Role
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
 from rolepool.report.run import Run, value_at
 from rolepool.report.summary import ByStep, Summary, replayed_step_s
@@ -25,23 +25,6 @@ from rolepool.report.summary import ByStep, Summary, replayed_step_s
 IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
 """Fractions of a step from which something is said; a change must save the last to be named."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
-
-MEMORY_KEYS = {
-    Role.Actor: "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    Role.Critic: "critic.ppo_micro_batch_size_per_gpu",
-    Role.RefPolicy: "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    Role.RewardModel: "reward_model.micro_batch_size_per_gpu",
-    Role.Rollout: "actor_rollout_ref.rollout.gpu_memory_utilization",
-}
-"""What decides how much memory a role needs; of a pool's roles the first here counts."""
-BALANCE_KEYS = {
-    "old_log_prob": "actor_rollout_ref.actor.use_dynamic_bsz",
-    "update_actor": "actor_rollout_ref.actor.use_dynamic_bsz",
-    "ref": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "values": "critic.use_dynamic_bsz",
-    "update_critic": "critic.use_dynamic_bsz",
-    "reward": "reward_model.use_dynamic_bsz",
-}
 
 
 @dataclass(frozen=True)
@@ -148,9 +131,10 @@ def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
 
 def _balance_key(config: Mapping[str, Any], operation: str) -> str:
     """What makes an operation's ranks more alike and is not in force yet; generation's lengths are not known before."""
-    if operation not in BALANCE_KEYS:
+    keys = OPERATIONS[operation].micro_batch if operation in OPERATIONS else None
+    if keys is None:
         return "data.max_response_length"
-    unset = [key for key in ("trainer.balance_batch", BALANCE_KEYS[operation]) if value_at(config, key) is False]
+    unset = [key for key in ("trainer.balance_batch", keys.by_tokens) if value_at(config, key) is False]
     return f"{unset[0]}=true" if unset else "data.train_batch_size"
 
 
@@ -183,8 +167,15 @@ def _memory(run: Run) -> Iterator[Finding]:
             f"{name} used at most {used:.1f} of a GPU's {total:.1f} GiB, {left:.0%} was free: "
             f"{risk if left < LITTLE_MEMORY_LEFT else room}.",
             {"used_gib": used, "total_gib": total},
-            (next(key for role, key in MEMORY_KEYS.items() if role in pool.roles),),
+            (_memory_key(pool.roles),),
         )
+
+
+def _memory_key(roles: Sequence[Role]) -> str:
+    """The key that decides most about a pool's memory: the micro-batch size of a role that is trained, or else of one
+    that scores, or else the rollout's."""
+    specs = sorted((ROLE_SPECS[role] for role in roles), key=lambda spec: (not spec.is_trained, not spec.batched))
+    return specs[0].batched[-1][1].rows if specs[0].batched else specs[0].memory_key
 
 
 def _overlap(summary: Summary) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ class ModelRole(Worker):
         sizes = default_micro_batches(config, role) if micro_batches is None else micro_batches
         self.passes = {
             operation.method: Passes(sizes[operation.name], self.device, packed)
-            for operation in ROLE_SPECS[role].operations
+            for operation, _ in ROLE_SPECS[role].batched
         }
 
     def in_passes(

@@ -27,7 +27,7 @@ from rolepool.rollout.native import NativeEngine
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 Purpose = Literal["train", "validate", "baseline"]
-"""What responses are for: training samples, validation (`val_kwargs`), or ReMax's greedy baseline."""
+"""What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
 
 
 class Rollout(Worker):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from rolepool.errors import ConfigError
-from rolepool.protocol.worker import derive_seed
+from rolepool.seeds import derive_seed
 
 FinishReason = Literal["stop", "length"]
 

@@ -7,6 +7,7 @@ starts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,6 @@ class Estimator:
         self.keys = config.algorithm
         ctrl = self.keys.kl_ctrl
         self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
-        self.needs_baselines = self.keys.adv_estimator == "remax"
 
     def estimate(
         self,
@@ -59,21 +59,20 @@ class Estimator:
         rollouts: DataProtoFuture,
         scores: DataProtoFuture,
         values: DataProtoFuture | None,
-        old: DataProtoFuture,
-        ref: DataProtoFuture | None,
+        log_probs: Sequence[DataProtoFuture],
         baselines: DataProtoFuture | None,
     ) -> Estimated:
+        """Advantages and returns. `log_probs` are those of the actor and the reference, if a KL penalty needs them."""
         masks = rollouts.get(keys=["response_mask", "attention_mask"])
         scored = scores.get()
         tensors: dict[str, Tensor] = {"token_level_scores": scored.batch["token_level_scores"]}
-        of_tokens = (values, old, ref) if self.keys.use_kl_in_reward else (values,)
-        for future in of_tokens:
+        for future in (values, *log_probs):
             tensors.update(future.get().batch.items() if future is not None else ())
         of_greedy = None
         if baselines is not None:  # one for each prompt, whose samples stand side by side
             scores_of_prompts = baselines.get().batch["token_level_scores"].sum(dim=1)
             of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
-        given = (rollouts, scores, *of_tokens, baselines)
+        given = (rollouts, scores, values, *log_probs, baselines)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, masks.batch["response_mask"], of_greedy)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,29 +28,12 @@ from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 from rolepool.roles.rule_reward import RuleReward
+from rolepool.trainer.calls import Roles
 
 CPUS_PER_HELPER, MOST_HELPERS = 8, 8
 """Processes for rule rewards: one for so many CPUs of the driver's node, within a limit."""
 WEIGHTS_PER_CALL = 16
 """Tensors of one leg of a weight sync: about two layers are on their way at a time."""
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The roles of a run. A role that the algorithm does not need is None; every call returns a future."""
-
-    actor: RoleProxy
-    rollout: RoleProxy
-    reward: RoleProxy
-    critic: RoleProxy | None
-    ref: RoleProxy | None
-    sync_weights: Callable[[int], list[CallFuture]]
-    """Queue the handing over of the actor's weights to the rollout; what is generated after has this version."""
-
-    @property
-    def trained(self) -> dict[str, RoleProxy]:
-        """The roles whose models are saved."""
-        return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
 
 
 def build_roles(
@@ -69,7 +51,7 @@ def build_roles(
 
     def add(role: Role, worker_class: type[Any], *args: Any, **options: Any) -> None:
         if role in plan.roles:
-            if ROLE_SPECS[role].operations:
+            if ROLE_SPECS[role].batched:
                 options["micro_batches"] = micro_batches
             group = cluster.groups[plan.roles[role]]
             proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False, **options)
@@ -85,7 +67,8 @@ def build_roles(
         proxies[Role.RewardModel] = helpers.add_role("reward", RuleReward, config, blocking=False)
     for proxy in proxies.values():
         proxy.ready.get()
-    ready = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
+    # A proxy has the methods of its worker class, which mypy cannot see.
+    ready: dict[Role, Any] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
     together = plan.roles[Role.Actor] == plan.roles[Role.Rollout]
     sync = sync_here if together else sync_across
     return Roles(

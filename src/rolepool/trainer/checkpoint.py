@@ -5,6 +5,7 @@ Owns `trainer.json` and which checkpoints are kept. What a model's folder looks 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from rolepool.models.checkpoint import (
     remove_old,
     temporary_folder,
 )
-from rolepool.trainer.build import Roles
+from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
+from rolepool.trainer.calls import Roles
 
 
 class Position(BaseModel):
@@ -38,10 +40,11 @@ class Position(BaseModel):
 class Checkpoints:
     """The checkpoints of one run folder."""
 
-    def __init__(self, config: Config, folder: RunFolder, has_critic: bool) -> None:
+    def __init__(self, config: Config, folder: RunFolder, roles: Iterable[str]) -> None:
+        """`roles` are those of the run; the trained ones among them are saved."""
         self._keys = config.trainer
         self._folder = folder
-        self._parts = ["actor", *(["critic"] if has_critic else [])]
+        self._parts = [str(role) for role in trained_roles() if role in roles]
 
     @property
     def are_on(self) -> bool:
@@ -101,9 +104,8 @@ class Checkpoints:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
         publish(temporary, final)
-        kept = {"actor": self._keys.max_actor_ckpt_to_keep, "critic": self._keys.max_critic_ckpt_to_keep}
         for name in self._parts:
-            if (keep := kept[name]) is not None:
+            if (keep := self._keys.at(f"max_{name}_ckpt_to_keep")) is not None:
                 remove_old(self._folder.path, name, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
@@ -133,12 +135,12 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
             f"{'there are ' + ', '.join(steps) if steps else 'set trainer.save_freq when training'}"
         )
     config = load_config([str(run / "config.yaml")], []).config
-    path = config.actor_rollout_ref.model.path if role == "actor" else config.critic.model.path
-    export_hf(saved / role, _model_folder(path), out_dir)
+    key = f"{ROLE_SPECS[Role(role)].model}.path"
+    export_hf(saved / role, _model_folder(key, config.at(key)), out_dir)
     return saved
 
 
-def _model_folder(path: str | None) -> Path:
+def _model_folder(key: str, path: str | None) -> Path:
     """Where the model that was trained came from: a folder, or a hub id's files on this machine."""
     if path is not None and Path(path).is_dir():
         return Path(path)
@@ -147,5 +149,5 @@ def _model_folder(path: str | None) -> Path:
     except OSError:
         found = None
     if found is None:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: not found; export where training found it")
+        raise ConfigError(f"{key}={path}: not found; export where training found it")
     return Path(found).parent

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from rolepool.config import LoadedConfig
 from rolepool.config.loading import show
 from rolepool.errors import DivergedError
+from rolepool.placement.roles import ROLE_SPECS, trained_roles
 from rolepool.trainer.checkpoint import Checkpoints
 
 logger = logging.getLogger(__name__)
 
-SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+SECTIONS = {str(role): ROLE_SPECS[role].section for role in trained_roles()}
 """The keys of each trained role."""
 
 

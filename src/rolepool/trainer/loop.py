@@ -28,14 +28,16 @@ from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import driver_span
 from rolepool.models.checkpoint import remove_unfinished
-from rolepool.placement import Plan, Role, build_plan
+from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import Roles, build_roles, check_inputs
+from rolepool.trainer.build import build_roles, check_inputs
+from rolepool.trainer.calls import Roles
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
 from rolepool.trainer.divergence import BadSteps
+from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import record, step_row
-from rolepool.trainer.step import StepCalls, ppo_step
+from rolepool.trainer.step import StepCalls
 from rolepool.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -108,9 +110,10 @@ class Trainer:
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
         self.estimator = Estimator(self.config)
+        self.step = step_of(self.config)
         self.loggers = Loggers(self.config)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
-        self.checkpoints = Checkpoints(self.config, self.folder, has_critic=Role.Critic in self.plan.roles)
+        self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
         self.start_step = self.saved_step = 0
@@ -217,7 +220,7 @@ class Trainer:
         """Returns the step's calls where they may go on into the next step; None where all have ended."""
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
-        step = ppo_step(self.config, roles, self.estimator, prompts, number)
+        step = self.step(self.config, roles, self.estimator, prompts, number)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         if before is not None:
             self._finish(before, step)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from rolepool.metrics.analysis import Recorded, operation_times, step_metrics
 from rolepool.placement import Plan
+from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import describe
 from rolepool.trainer.step import StepCalls
-
-PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
-"""Operations that work on every token."""
 
 
 def record(step: StepCalls) -> list[Recorded]:
@@ -30,7 +28,7 @@ def step_row(
         "training/global_step": float(step.number),
         **_update_metrics(step),
         **step.estimated.metrics,
-        **describe(step.estimated, step.entropies.get().batch["entropys"]),
+        **describe(step.estimated, step.log_probs.get(keys=["entropys"]).batch["entropys"]),
     }
     times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)
@@ -43,8 +41,8 @@ def step_row(
         **times,
         **{
             f"timing_per_token_ms/{name}": times[f"timing_s/{name}"] * 1000 / num_tokens
-            for name in PER_TOKEN
-            if f"timing_s/{name}" in times and num_tokens
+            for name, operation in OPERATIONS.items()
+            if operation.is_per_token and f"timing_s/{name}" in times and num_tokens
         },
         "perf/time_per_step": times["timing_s/step"],
         "perf/throughput": num_tokens / times["timing_s/step"] / num_processes,
@@ -56,7 +54,7 @@ def step_row(
 def _update_metrics(step: StepCalls) -> dict[str, float]:
     """Of several epochs the mean, and of updates the sum."""
     metrics: dict[str, float] = {}
-    for name in ("update_critic", "update_actor"):
+    for name in (name for name, operation in OPERATIONS.items() if operation.trains):
         rows = [call.get()[0] for call in step.calls[name]]
         for key in rows[0] if rows else ():
             total = sum(row[key] for row in rows)

@@ -2,13 +2,14 @@
 
 The order of calls is the whole schedule. Calls on one pool run in the order they are made here, pools run side by
 side, and a future handed to a call is waited for there: what can overlap under a placement, does. Nothing here asks
-which placement it runs under.
+which placement it runs under. `plan` runs this same code on paper, so it imports neither torch nor ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,39 +17,69 @@ import numpy.typing as npt
 from rolepool.config import Config
 from rolepool.config.model_keys import Actor, Critic
 from rolepool.models.micro_batches import rank_order
-from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
-from rolepool.protocol.worker import derive_seed
-from rolepool.trainer.advantages import Estimated, Estimator
-from rolepool.trainer.build import Roles
+from rolepool.seeds import derive_seed
+from rolepool.trainer.calls import Roles
+
+if TYPE_CHECKING:
+    from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
+    from rolepool.trainer.advantages import Estimated
+
+
+class EstimatesAdvantages(Protocol):
+    def estimate(
+        self,
+        prompts: DataProto,
+        rollouts: DataProtoFuture,
+        scores: DataProtoFuture,
+        values: DataProtoFuture | None,
+        log_probs: Sequence[DataProtoFuture],
+        baselines: DataProtoFuture | None,
+    ) -> Estimated:
+        """Wait for all of these, and estimate advantages from them."""
 
 
 @dataclass(frozen=True)
 class StepCalls:
-    """A step's calls by the name of their timing, and what was estimated in between."""
+    """A step's calls by operation, and what was estimated in between."""
 
     number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
-    entropies: DataProtoFuture
-    """Of the policy that generated, as `entropys`."""
+    log_probs: DataProtoFuture
+    """Of the policy that generated, with entropies."""
 
 
-def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
+def ppo_step(
+    config: Config, roles: Roles, estimator: EstimatesAdvantages, prompts: DataProto, number: int
+) -> StepCalls:
     """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
-    rollouts: DataProtoFuture = roles.rollout.generate_sequences(prompts)
+    rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
-    greedy = baselines = None
-    if estimator.needs_baselines:
-        once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt stand side by side
-        greedy = roles.rollout.generate_sequences(once, purpose="baseline")
-        baselines = roles.reward.compute_scores(greedy.union(once))
+    return learn(config, roles, estimator, prompts, number, rollouts, scores)
+
+
+def learn(
+    config: Config,
+    roles: Roles,
+    estimator: EstimatesAdvantages,
+    prompts: DataProto,
+    number: int,
+    rollouts: DataProtoFuture,
+    scores: DataProtoFuture,
+    baselines: DataProtoFuture | None = None,
+) -> StepCalls:
+    """The part of a step after generation, which all algorithms share."""
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
-    estimated = estimator.estimate(prompts, rollouts, scores, values, old, ref, baselines)  # the driver waits here
+    log_probs = [old] if ref is None else [old, ref]
+    in_reward = log_probs if config.algorithm.use_kl_in_reward else []
+    estimated = estimator.estimate(prompts, rollouts, scores, values, in_reward, baselines)  # the driver waits here
     batch = rollouts.union(estimated.batch)
-    critic_updates, actor_updates, synced = [], [], []
+    critic_updates: list[CallFuture] = []
+    actor_updates: list[CallFuture] = []
+    synced: list[CallFuture] = []
     if roles.critic and values is not None:
         for order, is_last in update_orders(config, config.critic, estimated.lengths, roles.critic.dp_size, number):
             critic_updates.append(roles.critic.update_critic(batch.union(values).reorder(order), ends_step=is_last))
@@ -59,19 +90,17 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
             actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         synced = roles.sync_weights(number)
 
-    calls: dict[str, Sequence[CallFuture | None]] = {
+    calls: dict[str, list[CallFuture]] = {
         "gen": [rollouts],
-        "baseline": [greedy, baselines],
         "reward": [scores],
-        "values": [values],
+        "values": [] if values is None else [values],
         "old_log_prob": [old],
-        "ref": [ref],
+        "ref": [] if ref is None else [ref],
         "update_critic": critic_updates,
         "update_actor": actor_updates,
         "update_weights": synced,
     }
-    made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
-    return StepCalls(number, made, estimated, old.select(["entropys"]))
+    return StepCalls(number, calls, estimated, old)
 
 
 def update_orders(

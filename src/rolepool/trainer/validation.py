@@ -15,7 +15,7 @@ from rolepool.data import PromptSet, validation_batches
 from rolepool.metrics import Span
 from rolepool.protocol import DataProto
 from rolepool.trainer.advantages import repeated
-from rolepool.trainer.build import Roles
+from rolepool.trainer.calls import Roles
 
 NUM_SAMPLES = 64
 """Responses of a validation that are written down with their texts."""

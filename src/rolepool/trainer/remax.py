@@ -1,0 +1,26 @@
+"""A ReMax step: a PPO step without a critic, whose baseline is the score of the greedy response to each prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rolepool.config import Config
+from rolepool.trainer.calls import Roles
+from rolepool.trainer.step import EstimatesAdvantages, StepCalls, learn
+
+if TYPE_CHECKING:
+    from rolepool.protocol import DataProto
+
+
+def remax_step(
+    config: Config, roles: Roles, estimator: EstimatesAdvantages, prompts: DataProto, number: int
+) -> StepCalls:
+    """Generate, also greedily, score both, then go on as a PPO step does."""
+    rollouts = roles.rollout.generate_sequences(prompts)
+    scores = roles.reward.compute_scores(rollouts.union(prompts))
+    once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt stand side by side
+    greedy = roles.rollout.generate_sequences(once, purpose="baseline")
+    baselines = roles.reward.compute_scores(greedy.union(once))
+    step = learn(config, roles, estimator, prompts, number, rollouts, scores, baselines)
+    return replace(step, calls={**step.calls, "baseline": [greedy, baselines]})
