@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from engine_contract import check_weight_updates, largest_difference
-from rolepool.errors import DataError, RolepoolError
+from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.rollout import Engine, NativeEngine, Progress, Request, Sampling, sample_seed
 
 VOCAB = 97
@@ -259,7 +259,7 @@ def test_a_small_cache_runs_fewer_sequences_at_once() -> None:
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10))
-    with pytest.raises(RolepoolError, match=r"GPT2LMHeadModel \(model_type gpt2\); it knows llama, mistral"):
+    with pytest.raises(ConfigError, match=r"cannot run model_type gpt2; it runs llama, mistral"):
         make_engine(model)
 
 

@@ -14,8 +14,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def why_not_native(content: Mapping[str, Any]) -> str | None:
-    """Why the native engine cannot run the model that a config.json describes; None if it can."""
-    if (model_type := content.get("model_type")) not in MODEL_TYPES:
+    """Why the native engine cannot run the model that a config.json describes; None if it can, or if the file does not
+    say what the model is."""
+    model_type = content.get("model_type")
+    if model_type is not None and model_type not in MODEL_TYPES:
         return f"the native rollout engine cannot run model_type {model_type}; it runs {', '.join(MODEL_TYPES)}"
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
