@@ -17,7 +17,7 @@ GOOD, PARTLY_SKIPPED, BAD = (4, 0), (1, 3), (0, 4)
 
 def bad_steps(tmp_path: Path, *words: str) -> BadSteps:
     loaded = load_config([], list(words))
-    return BadSteps(loaded, Checkpoints(loaded.config, RunFolder(tmp_path), has_critic=True))
+    return BadSteps(loaded, Checkpoints(loaded.config, RunFolder(tmp_path), ["actor", "critic"]))
 
 
 def row(**counts: tuple[int, int]) -> dict[str, float]:

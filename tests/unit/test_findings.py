@@ -10,7 +10,8 @@ from report_runs import ACTOR, CRITIC, make_run
 from rolepool.config import load_config
 from rolepool.config.schema import all_keys
 from rolepool.metrics.analysis import step_bounds
-from rolepool.report.findings import BALANCE_KEYS, MEMORY_KEYS, Finding, find
+from rolepool.placement.roles import ROLE_SPECS
+from rolepool.report.findings import Finding, find
 from rolepool.report.run import Run
 from rolepool.report.summary import by_step, replayed_step_s, summarise
 
@@ -106,8 +107,13 @@ def test_a_slow_driver_is_named() -> None:
 @pytest.mark.parametrize(
     ("used", "words", "pool", "key"),
     [
-        (79.0, "1% was free: a longer batch may not fit", ACTOR, MEMORY_KEYS["actor"]),  # type: ignore[index]
-        (40.0, "50% was free: larger passes are faster", CRITIC, MEMORY_KEYS["critic"]),  # type: ignore[index]
+        (
+            79.0,
+            "1% was free: a longer batch may not fit",
+            ACTOR,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        (40.0, "50% was free: larger passes are faster", CRITIC, "critic.ppo_micro_batch_size_per_gpu"),
     ],
 )
 def test_memory_that_runs_short_or_lies_idle_is_named(used: float, words: str, pool: str, key: str) -> None:
@@ -147,7 +153,9 @@ def test_every_key_named_is_one_of_the_schema_and_every_value_is_accepted() -> N
         make_run(monitor=[sample(79, 80, ACTOR), sample(10, 80, CRITIC)]),
     ]
     named = {key for run in runs for finding in findings_of(run) for key in finding.keys}
-    named |= {*MEMORY_KEYS.values(), *(f"{key}=true" for key in BALANCE_KEYS.values()), "placement.pools"}
+    batched = [keys for spec in ROLE_SPECS.values() for _, keys in spec.batched]
+    named |= {"placement.pools", *(keys.rows for keys in batched), *(f"{keys.by_tokens}=true" for keys in batched)}
+    named |= {spec.memory_key for spec in ROLE_SPECS.values() if spec.memory_key}
     assert {key.partition("=")[0] for key in named} <= {*all_keys()}
     for override in [key for key in named if "=" in key]:
         load_config([], ["placement.strategy=split", override])

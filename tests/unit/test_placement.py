@@ -613,54 +613,6 @@ def test_stretched_rotary_embeddings_have_more_positions(tmp_path: Path, rope: d
     assert (problems_of(f"actor_rollout_ref.model.path={tmp_path}") == []) == enough
 
 
-# Overlap
-
-
-def test_in_one_pool_only_a_rule_reward_overlaps() -> None:
-    assert plan_of().overlaps == (("reward", "values"), ("reward", "old_log_prob"))
-    assert plan_of(f"{WITH_REWARD_MODEL} {WITH_REFERENCE}").overlaps == ()
-
-
-UPDATES = (("update_critic", "update_actor"), ("update_critic", "update_weights"), ("update_critic", "next_gen"))
-WITH_KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
-
-
-def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
-    assert plan_of("placement.strategy=split").overlaps == (
-        ("reward", "values"),
-        ("reward", "old_log_prob"),
-        ("values", "old_log_prob"),
-        ("update_critic", "old_log_prob"),
-        *UPDATES,
-    )
-    assert plan_of(f"placement.strategy=split {WITH_REFERENCE} {WITH_REWARD_MODEL}").overlaps == (
-        ("reward", "old_log_prob"),
-        ("reward", "ref"),
-        ("values", "old_log_prob"),
-        ("values", "ref"),
-        ("update_critic", "old_log_prob"),
-        ("update_critic", "ref"),
-        *UPDATES,
-    )
-
-
-def test_where_the_reward_needs_log_probs_the_critics_update_does() -> None:
-    overlaps = plan_of(f"placement.strategy=split {WITH_KL_IN_REWARD}").overlaps
-    assert [pair for pair in overlaps if "update_critic" in pair] == list(UPDATES)
-
-
-def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() -> None:
-    plan = custom(
-        "train=[2] gen=[2]", "actor=train critic=train ref=train rollout=gen reward_model=gen", more=WITH_REWARD_MODEL
-    )
-    assert plan.overlaps == (("reward", "values"), ("reward", "old_log_prob"), ("update_critic", "next_gen"))
-
-
-def test_without_a_critic_nothing_of_it_overlaps() -> None:
-    operations = {operation for pair in plan_of("algorithm.adv_estimator=grpo").overlaps for operation in pair}
-    assert operations == {"reward", "old_log_prob"}
-
-
 # The plan as data
 
 

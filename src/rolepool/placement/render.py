@@ -189,7 +189,7 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
         ("overlap", f"{one} with {', '.join(other for _, other in pairs)}")
         for one, pairs in groupby(overlaps, key=lambda pair: pair[0])
     ] or [("overlap", "none, all operations run one after another")]
-    notes += [("not used", f"{role} ({reason})") for role, reason in plan.left_out.items()]
+    notes += [("not used", f"{role}, because {reason}") for role, reason in plan.left_out.items()]
     if plan.device != "cpu":
         texts = {operation: _size_text(size) for operation, size in estimate.micro_batches.items()}
         for text in dict.fromkeys(texts.values()):

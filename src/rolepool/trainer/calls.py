@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rolepool.placement.roles import trained_roles
+
 if TYPE_CHECKING:
     from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
 
@@ -77,4 +79,5 @@ class Roles:
     @property
     def trained(self) -> dict[str, TrainedCalls]:
         """The roles whose models are saved."""
-        return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
+        calls = {str(role): getattr(self, role) for role in trained_roles()}
+        return {role: one for role, one in calls.items() if one is not None}

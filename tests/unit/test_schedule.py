@@ -1,0 +1,172 @@
+"""The schedule: what a step on paper says about its calls, and what overlaps under a placement."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolepool.config import load_config
+from rolepool.placement import build_plan
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.placement.schedule import Schedule
+from rolepool.trainer.paper import schedule_of
+
+WITH_REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
+WITH_REWARD_MODEL = "reward_model.enable=true reward_model.model.path=some/model"
+WITH_KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
+SPLIT = "placement.strategy=split"
+
+
+def scheduled(words: str = "") -> Schedule:
+    return schedule_of(load_config([], words.split()).config)
+
+
+def overlaps(words: str = "") -> list[tuple[str, str]]:
+    config = load_config([], words.split()).config
+    return schedule_of(config).overlaps(build_plan(config).roles)
+
+
+# The graph
+
+
+def test_the_operations_of_a_step_come_in_the_order_of_the_table() -> None:
+    """Legends and stacks are in the order of OPERATIONS."""
+    for words in (f"{WITH_REFERENCE} {WITH_REWARD_MODEL}", "algorithm.adv_estimator=remax"):
+        made = list(dict.fromkeys(call.operation for call in scheduled(words).calls))
+        if "baseline" in made:  # greedy responses are generated while the others are scored, and shown beside them
+            made.insert(1, made.pop(made.index("baseline")))
+        assert made.pop() == "next_gen"
+        in_table = [name for name in OPERATIONS if name in made]
+        assert made == in_table
+
+
+def test_every_operation_belongs_to_the_role_that_the_table_says() -> None:
+    role_of = {operation.name: role for role, spec in ROLE_SPECS.items() for operation in spec.operations}
+    for call in scheduled(f"{WITH_REFERENCE} {WITH_REWARD_MODEL}").calls:
+        if call.roles:
+            assert role_of[call.operation.removeprefix("next_")] in call.roles
+
+
+@pytest.mark.parametrize(
+    ("words", "one", "other", "independent"),
+    [
+        ("", "reward", "values", True),
+        ("", "gen", "reward", False),
+        ("", "update_critic", "old_log_prob", True),
+        (WITH_KL_IN_REWARD, "update_critic", "old_log_prob", False),
+        (WITH_KL_IN_REWARD, "update_critic", "ref", False),
+        (WITH_REFERENCE, "update_actor", "ref", False),
+        ("", "update_critic", "update_actor", True),
+        ("", "update_weights", "next_gen", False),
+        ("", "update_critic", "next_gen", True),
+        ("", "values", "update_critic", False),
+        ("algorithm.adv_estimator=remax", "baseline", "old_log_prob", True),
+        ("algorithm.adv_estimator=remax", "baseline", "update_actor", False),
+    ],
+)
+def test_operations_are_independent_if_neither_needs_the_other(
+    words: str, one: str, other: str, independent: bool
+) -> None:
+    assert scheduled(words).are_independent(one, other) == independent
+
+
+def test_every_epoch_is_a_call_and_warm_up_steps_are_not_the_ones_looked_at() -> None:
+    words = "critic.ppo_epochs=3 actor_rollout_ref.actor.ppo_epochs=2 trainer.critic_warmup=5"
+    operations = [call.operation for call in scheduled(words).calls]
+    assert (operations.count("update_critic"), operations.count("update_actor")) == (3, 2)
+
+
+# Under a placement
+
+
+def test_in_one_pool_only_a_rule_reward_overlaps() -> None:
+    assert overlaps() == [("reward", "values"), ("reward", "old_log_prob")]
+    assert overlaps(f"{WITH_REWARD_MODEL} {WITH_REFERENCE}") == []
+
+
+UPDATES = [("update_critic", "update_actor"), ("update_critic", "update_weights"), ("update_critic", "next_gen")]
+
+
+def test_in_two_pools_the_critic_works_beside_the_actor() -> None:
+    assert overlaps(SPLIT) == [
+        ("reward", "values"),
+        ("reward", "old_log_prob"),
+        ("values", "old_log_prob"),
+        ("old_log_prob", "update_critic"),
+        *UPDATES,
+    ]
+    assert overlaps(f"{SPLIT} {WITH_REFERENCE} {WITH_REWARD_MODEL}") == [
+        ("reward", "old_log_prob"),
+        ("reward", "ref"),
+        ("values", "old_log_prob"),
+        ("values", "ref"),
+        ("old_log_prob", "update_critic"),
+        ("ref", "update_critic"),
+        *UPDATES,
+    ]
+
+
+def test_if_the_reward_needs_log_probs_the_critics_update_does_too() -> None:
+    assert [pair for pair in overlaps(f"{SPLIT} {WITH_KL_IN_REWARD}") if "update_critic" in pair] == UPDATES
+
+
+def test_with_the_rollout_alone_the_critic_updates_beside_the_next_generation() -> None:
+    pools = "placement.pools.train=[2] placement.pools.gen=[2] trainer.n_gpus_per_node=4"
+    roles = " ".join(f"placement.roles.{role}=train" for role in ("actor", "critic", "ref"))
+    words = f"placement.strategy=custom {pools} {roles} placement.roles.rollout=gen placement.roles.reward_model=gen"
+    assert overlaps(f"{words} {WITH_REWARD_MODEL}") == [
+        ("reward", "values"),
+        ("reward", "old_log_prob"),
+        ("update_critic", "next_gen"),
+    ]
+
+
+def test_the_greedy_baseline_of_remax_appears_by_itself() -> None:
+    pools = "placement.pools.train=[1] placement.pools.gen=[1] trainer.n_gpus_per_node=2 placement.strategy=custom"
+    found = overlaps(f"algorithm.adv_estimator=remax {pools} placement.roles.actor=train placement.roles.rollout=gen")
+    assert ("baseline", "old_log_prob") in found
+
+
+# The step's code
+
+MYPY_SNIPPET = """
+from rolepool.protocol import DataProto
+from rolepool.trainer.calls import Roles
+
+
+def step(roles: Roles, prompts: DataProto) -> None:
+    rollouts = roles.rollout.generate_sequences(prompts)
+    {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("roles.reward.compute_scores(rollouts.union(prompts))", None),
+        ("roles.reward.compute_score(rollouts)", 'has no attribute "compute_score"'),
+        ("roles.actor.update_actor()", 'Missing positional argument "data"'),
+        ("roles.actor.compute_log_prob(rollouts, 1)", "Too many arguments"),
+        ("roles.critic.compute_values(rollouts)", 'of "CriticCalls | None" has no attribute'),
+        ('roles.rollout.generate_sequences(prompts, purpose="trian")', "incompatible type"),
+    ],
+)
+def test_a_misspelt_method_or_a_missing_argument_is_an_error_of_mypy(
+    tmp_path: Path, root: Path, python: Callable[..., subprocess.CompletedProcess[str]], call: str, error: str | None
+) -> None:
+    file = tmp_path / "snippet.py"
+    file.write_text(MYPY_SNIPPET.format(call=call), encoding="utf-8")
+    options = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
+    outcome = python("-m", "mypy", *options, str(file))
+    assert (outcome.returncode == 0) == (error is None), outcome.stdout
+    assert error is None or error in outcome.stdout
+
+
+def test_the_step_and_its_schedule_import_neither_torch_nor_ray(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import sys, rolepool.trainer.paper; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
