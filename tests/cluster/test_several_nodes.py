@@ -110,8 +110,6 @@ def test_who_has_no_token_or_the_wrong_one_is_told_so_and_a_wrong_address_is_ano
     assert all(FIX in output for output in (unset, other, missing))
     refused = "no Ray cluster answers there ([Errno 111] Connection refused); start one with `ray start --head`"
     assert wrong.startswith(f"{SETTING.replace(':6379', ':6380')}{refused}")
-    seen = nodes.one.run(f"{look}:6379", work, **TOKEN_MODE)
-    assert "(nodes x CPU slots: 1 x " in seen, "and who has it is let in"
 
 
 @pytest.mark.slow

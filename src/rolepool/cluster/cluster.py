@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,9 +98,8 @@ class Cluster:
                 self._monitors.close()
             for process in (process for group in self.groups.values() for process in group.processes):
                 ray.kill(process.actor)
-            with suppress(
-                RayError
-            ):  # it goes with the job, too; and an error here would hide the one that ended the run
+            # Ray removes it with the job as well, and an error here would hide the one that ended the run.
+            with suppress(RayError):
                 remove_placement_group(self._resources)
         finally:
             self._disconnect()
@@ -175,7 +175,7 @@ def _probe(address: str) -> None:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"something listens, and does not answer as Ray does within {PROBE_TIMEOUT_S:g} s") from None
     if probe.returncode:
-        raise ConnectionError(probe.stderr)
+        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
 
 
 def _refusal(address: str, error: Exception) -> str:
@@ -183,7 +183,7 @@ def _refusal(address: str, error: Exception) -> str:
     said = f"{error}\n{error.__cause__}"
     if "resolve node to connect to" in said:
         return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
-    if "authentication" not in said.lower():
+    if not re.search("authentication.token", said, re.IGNORECASE):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return (
             f"no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave the key out for a "

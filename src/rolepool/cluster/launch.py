@@ -77,17 +77,10 @@ def launch(
     group = _reserve(plan, slots, nodes, device, timeout_s)
     started: dict[str, list[Any]] = {}
     try:
-        started = {
-            name: [
-                _start(
-                    PlacementGroupSchedulingStrategy(group, slots.index(slot)),
-                    num_cpus=1,
-                    num_gpus=0 if device == "cpu" else pool.share,
-                )
-                for slot in pool.slots
-            ]
-            for name, pool in plan.pools.items()
-        }
+        bundles = {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
+        for name, pool in plan.pools.items():
+            num_gpus = 0 if device == "cpu" else pool.share
+            started[name] = [_start(bundles[slot], num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
         found = _await_start(started)
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
         if plan.mps:
