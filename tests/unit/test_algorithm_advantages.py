@@ -22,8 +22,6 @@ from rolepool.algorithm import (
 )
 from rolepool.errors import DataError
 
-torch.set_num_threads(1)
-
 GAMMA, LAM = 0.9, 0.8
 ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 Grid = list[list[float]]

@@ -14,8 +14,6 @@ from rolepool.algorithm import (
 )
 from rolepool.errors import ConfigError
 
-torch.set_num_threads(1)
-
 NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 

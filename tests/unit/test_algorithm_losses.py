@@ -17,8 +17,6 @@ from rolepool.algorithm import (
     compute_value_loss,
 )
 
-torch.set_num_threads(1)
-
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOW, HIGH, C, VALUE_CLIP = 0.2, 0.28, 3.0, 0.5
 

@@ -16,8 +16,6 @@ from rolepool.algorithm import (
 )
 from rolepool.errors import DataError
 
-torch.set_num_threads(1)
-
 VALUES = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
 GARBAGE = (math.nan, math.inf, -math.inf, 1e300)

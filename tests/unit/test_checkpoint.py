@@ -253,7 +253,6 @@ class Ranks:
 
 
 def serve(rank: int, num_ranks: int, store: Path, connection: Connection) -> None:
-    torch.set_num_threads(1)
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     while True:
