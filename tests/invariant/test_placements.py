@@ -7,6 +7,8 @@ one rank, and ties are counted.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,7 +104,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=6,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        runtime_env={
+            "worker_process_setup_hook": "exact_norms.use_exact_norms",
+            "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)},  # where that module is
+        },
+    )
     yield
     ray.shutdown()
 
