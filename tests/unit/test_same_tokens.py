@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,13 @@ def test_the_token_that_an_engine_chooses_misses_by_nothing_and_others_by_more_t
 def test_a_response_that_only_ends_earlier_is_no_tie() -> None:
     with pytest.raises(AssertionError, match="row 0 ends after 2 and 3 tokens"):
         assert_same_tokens(make_model(), [Request(PROMPT, 0)], GREEDY, [[1, 2]], [[1, 2, 3]])
+
+
+def test_threads_and_instructions_are_those_that_the_environment_names() -> None:
+    """Else runs with the rounding of another CPU would say nothing."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+    own = torch.backends.cpu.get_cpu_capability().lower()
+    assert own == os.environ.get("ATEN_CPU_CAPABILITY", own)
 
 
 # Engines that are wrong
