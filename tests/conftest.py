@@ -3,6 +3,7 @@
 import os
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before anything starts OpenMP threads, which spin while they wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small tensors the fastest; whoever tests more threads sets it
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub; a name that is no folder is to fail at once
 
 import signal

@@ -46,10 +46,9 @@ class Case:
 
 
 DYNAMIC = (
+    "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.use_dynamic_bsz=true",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
-    "critic.use_dynamic_bsz=true",
-    "critic.ppo_max_token_len_per_gpu=32768",
 )
 CASES = {
     "qwen3-0.6b": Case("qwen3-0.6b", 128, 256, 512),

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -492,6 +493,7 @@ class Place(Worker):
             "environment": (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]),
             "rank": dist.get_rank(),
             "device": self.device,
+            "folder": str(Path.cwd()),
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from roles_for_tests import Place
 
 from rolepool.cluster import Cluster
 from rolepool.cluster.nodes import live_nodes
-from rolepool.errors import PlacementError, WorkerError
+from rolepool.errors import ConfigError, PlacementError, WorkerError
 from rolepool.placement import Plan
 
 GPUS = [4, 2, 2]
@@ -104,6 +105,22 @@ def test_nodes_are_in_one_order_for_everybody(connected: None) -> None:
     others = [(node.address, node.node_id) for node in nodes[1:]]
     assert others == sorted(others)
     assert all(live_nodes() == nodes for _ in range(3))
+
+
+def test_relative_paths_mean_the_folder_of_the_driver_and_what_a_node_lacks_is_named(
+    connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # after Ray was started elsewhere
+    (tmp_path / "model").mkdir()
+    with Cluster(on_gpus({"pool": [1, 1]})) as cluster:
+        group = cluster.groups["pool"]
+        assert [place["folder"] for place in group.add_role("place", Place).where().get()] == [str(tmp_path)] * 2
+        for path in ("model", tmp_path / "model"):
+            group.check_exists("some.path=model", path, "copy it there")
+        with pytest.raises(ConfigError) as caught:
+            group.check_exists("some.path=weights", "weights", "copy it there")
+        address = group.processes[0].address
+        assert str(caught.value) == f"some.path=weights: node {address} has no {tmp_path}/weights; copy it there"
 
 
 # What does not fit

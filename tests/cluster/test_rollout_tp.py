@@ -71,16 +71,19 @@ def distance(actor: RoleProxy, rollouts: DataProto) -> float:
 
 
 def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_both_rollouts(tmp_path: Path) -> None:
-    """The actor is sharded over two ranks; a rollout over both of them, and one over the ranks of another pool."""
+    """The actor is sharded over two ranks; a rollout over both of them, and one over the ranks of another pool.
+
+    In float64, so that no two tokens are so close that rounding decides between them.
+    """
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS["one pool"])).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
     loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
     prompts = repeated(loader.next_batch(), 2)
     with start({"train": [2], "generate": [2]}) as cluster:
         train, generate = cluster.groups["train"], cluster.groups["generate"]
-        actor = train.add_role("actor", Actor, config, 10, blocking=False)
+        actor = train.add_role("actor", Actor, config, 10, torch.float64, blocking=False)
         rollouts = [
-            group.add_role("rollout", Rollout, config, (1,), 0, tensor_parallel=2, blocking=False)
+            group.add_role("rollout", Rollout, config, (1,), 0, torch.float64, tensor_parallel=2, blocking=False)
             for group in (train, generate)
         ]
         old = rollouts[0].generate_sequences(prompts, blocking=True)

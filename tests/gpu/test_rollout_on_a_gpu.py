@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
-from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
+from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.sampling import choose, filter_logits, seed_streams
+from same_tokens import assert_same_tokens, token_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -65,10 +66,6 @@ def make_requests(count: int = 100, most: int = 60) -> list[Request]:
         )
         for index in range(count)
     ]
-
-
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids for completion in completions]
 
 
 def generated_by_transformers(model: Any, request: Request) -> list[int]:
@@ -189,9 +186,9 @@ def test_greedy_decoding_equals_transformers_in_full_precision(name: str) -> Non
     reference = make_model(name)
     completions = make_engine(model, max_num_seqs=16).generate(requests, GREEDY)
     expected = [generated_by_transformers(reference, request) for request in requests]
-    num_equal = sum(one == other for one, other in zip(tokens(completions), expected, strict=True))
+    num_equal = sum(one == other for one, other in zip(token_ids(completions), expected, strict=True))
     print(f"{name}: {num_equal} of {len(requests)} responses equal to transformers, token for token")
-    assert num_equal == len(requests)
+    assert_same_tokens(reference, requests, GREEDY, token_ids(completions), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -200,12 +197,12 @@ def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, sampling: Sampling)
     requests = make_requests()
     by_graphs = make_engine(make_model(dtype=dtype))
     eager = make_engine(make_model(dtype=dtype), enforce_eager=True)
-    first, again = (tokens(by_graphs.generate(requests, sampling)) for _ in range(2))
+    first, again = (token_ids(by_graphs.generate(requests, sampling)) for _ in range(2))
     assert by_graphs._standing is not None and by_graphs._standing.graphs is not None
     num_graphs = sum(graph is not None for graph in by_graphs._standing.graphs._graphs.values())
     print(f"{num_graphs} graphs captured")
     assert num_graphs > 2
-    assert first == again == tokens(eager.generate(requests, sampling))
+    assert first == again == token_ids(eager.generate(requests, sampling))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -251,7 +248,7 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ() -> None:
     model = make_model()
     requests = [Request(list(range(50)), sample_seed(0, "p", index), 20) for index in range(40)]
     completions = make_engine(model).generate(requests, SAMPLED)
-    assert len(set(map(tuple, tokens(completions)))) == 40
+    assert len(set(map(tuple, token_ids(completions)))) == 40
     assert largest_difference(model, requests, completions, SAMPLED) < 1e-3
 
 
@@ -268,7 +265,7 @@ def test_weights_change_under_the_graphs(name: str) -> None:
 
 def test_graphs_outlive_a_sleep_that_gives_the_cache_back() -> None:
     engine, requests = make_engine(make_model(dtype=torch.bfloat16)), make_requests()
-    before = tokens(engine.generate(requests, SAMPLED))
+    before = token_ids(engine.generate(requests, SAMPLED))
     standing, cache = engine._standing, engine._cache
     assert cache is not None
     cache_bytes = cache.num_slots * cache.shape.slot_bytes(cache.length)
@@ -280,6 +277,6 @@ def test_graphs_outlive_a_sleep_that_gives_the_cache_back() -> None:
     assert given_back >= 0.99 * cache_bytes
     others = torch.randn(cache_bytes // 4, device="cuda")  # where the cache was
     engine.wake()
-    assert tokens(engine.generate(requests, SAMPLED)) == before
+    assert token_ids(engine.generate(requests, SAMPLED)) == before
     assert engine._standing is standing
     assert others.isfinite().all()

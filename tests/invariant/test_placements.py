@@ -2,11 +2,13 @@
 
 In float64 with live sampling everything is the same. In float32 sums in another order round otherwise, and a uniform
 number that falls between two roundings samples another token, a tie; so there every placement trains on the rollouts of
-one rank, and ties are counted.
+one rank, and rows with a tie are counted.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from rolepool.trainer.step import ppo_step
 
 NUM_STEPS = 3
 TOLERANCE = 1e-9
-LOSS_TOLERANCE_FLOAT32 = 1e-5
+LOSS_TOLERANCE_FLOAT32 = 1e-4
 
 CUSTOM = ["placement.strategy=custom"]
 PLACEMENTS = {
@@ -75,9 +77,11 @@ class Course:
     metrics: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
 
-    def tokens_that_differ(self, other: Course) -> int:
+    def rows_that_differ(self, other: Course) -> int:
         pairs = zip(self.sampled, other.sampled, strict=True)
-        return sum(int((mine.batch["responses"] != theirs.batch["responses"]).sum()) for mine, theirs in pairs)
+        return sum(
+            int((mine.batch["responses"] != theirs.batch["responses"]).any(dim=1).sum()) for mine, theirs in pairs
+        )
 
 
 @dataclass
@@ -102,7 +106,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=6,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        runtime_env={
+            "worker_process_setup_hook": "exact_norms.use_exact_norms",
+            "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)},  # where that module is
+        },
+    )
     yield
     ray.shutdown()
 
@@ -186,8 +200,8 @@ def test_a_run_is_the_same_where_the_critics_update_does_not_wait_for_log_probs(
 
 
 def assert_same(one_rank: Course, other: Course) -> None:
-    num_different = one_rank.tokens_that_differ(other)
-    assert num_different == 0, f"{num_different} sampled tokens differ"
+    num_different = one_rank.rows_that_differ(other)
+    assert num_different == 0, f"{num_different} sampled rows differ"
     for mine, theirs in zip(one_rank.advantages, other.advantages, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=TOLERANCE, atol=TOLERANCE)
     for mine, theirs in zip(one_rank.metrics, other.metrics, strict=True):
@@ -213,8 +227,8 @@ def one_rank_float32(demo: Demo) -> Course:
 @pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "standard, 1 rank"])
 def test_losses_of_the_same_rollouts_are_the_same_in_float32(name: str, demo: Demo, one_rank_float32: Course) -> None:
     other = run(demo, PLACEMENTS[name], torch.float32, replayed=one_rank_float32)
-    num_tokens = sum(int(rollouts.batch["response_mask"].sum()) for rollouts in one_rank_float32.sampled)
-    ties = f"{one_rank_float32.tokens_that_differ(other)} of {num_tokens} tokens were sampled differently"
+    num_rows, num_different = sum(map(len, other.sampled)), one_rank_float32.rows_that_differ(other)
+    ties = f"{num_different} of {num_rows} rows were sampled differently"
     losses = [key for key in one_rank_float32.metrics[0] if key.endswith("_loss")]
     assert {key.split("/", 1)[1] for key in losses} == {"actor/pg_loss", "actor/kl_loss", "critic/vf_loss"}
     apart = {
@@ -223,4 +237,4 @@ def test_losses_of_the_same_rollouts_are_the_same_in_float32(name: str, demo: De
         for key in losses
     }
     assert max(apart.values()) < LOSS_TOLERANCE_FLOAT32, f"{ties}; losses differ by {apart}"
-    assert one_rank_float32.tokens_that_differ(other) < num_tokens / 100, ties
+    assert num_different < num_rows / 20, ties

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from exact_norms import use_exact_norms
 from rolepool.config.model_keys import Fsdp, Optim
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.sharding import whole
@@ -68,7 +69,7 @@ def update(fsdp_size: int, rows_per_pass: int) -> dict[str, Tensor]:
 
 
 def update_on_rank(rank: int, num_ranks: int, fsdp_sizes: Sequence[int], folder: Path) -> None:
-    torch.set_num_threads(1)
+    use_exact_norms()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     for fsdp_size in fsdp_sizes:
         torch.save(update(fsdp_size, rows_per_pass=2), folder / f"{fsdp_size}_{rank}.pt")

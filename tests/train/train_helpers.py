@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.trainer.loop import Trainer
@@ -36,7 +38,8 @@ def small_keys(demo: Demo, folder: Path, *more: str) -> list[str]:
 
 
 def train(demo: Demo, folder: Path, *more: str) -> None:
-    Trainer(load_config([], small_keys(demo, folder, *more))).run()
+    """In float64, so that no two tokens are so close that rounding, which depends on the placement, decides."""
+    Trainer(load_config([], small_keys(demo, folder, *more)), torch.float64).run()
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

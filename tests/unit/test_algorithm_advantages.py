@@ -22,8 +22,6 @@ from rolepool.algorithm import (
 )
 from rolepool.errors import DataError
 
-torch.set_num_threads(1)
-
 GAMMA, LAM = 0.9, 0.8
 ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 Grid = list[list[float]]
@@ -263,7 +261,7 @@ def test_padding_rows_change_nothing_even_with_a_groups_id(name: str) -> None:
     assert not rollouts.mask[-1].any() and rollouts.index[-1] in rollouts.index[:-1]
     without = Rollouts(*(column[:-1] for column in rollouts))
     for padded, plain in zip(estimate(name, rollouts), estimate(name, without), strict=True):
-        torch.testing.assert_close(padded[:-1], plain, rtol=0, atol=1e-14)
+        torch.testing.assert_close(padded[:-1], plain, rtol=0, atol=1e-12)
         assert (padded[-1] == 0).all()
 
 
@@ -274,7 +272,7 @@ def test_the_order_of_rows_and_columns_of_padding_do_not_matter(name: str) -> No
     wider = [torch.cat([column, column.new_full((9, 3), 0)], dim=1) for column in rollouts[:3]]
     moved = Rollouts(*(column[order] for column in wider), rollouts.index[order.numpy()], rollouts.baselines[order])
     for there, here in zip(estimate(name, moved), estimate(name, rollouts), strict=True):
-        torch.testing.assert_close(there[:, :-3], here[order], rtol=0, atol=1e-13)
+        torch.testing.assert_close(there[:, :-3], here[order], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

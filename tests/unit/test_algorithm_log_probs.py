@@ -8,8 +8,6 @@ from torch import Tensor
 
 from rolepool.algorithm import entropy_from_logits, logprobs_from_logits
 
-torch.set_num_threads(1)
-
 
 def random_logits(*shape: int, scale: float = 3.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -253,7 +253,6 @@ class Ranks:
 
 
 def serve(rank: int, num_ranks: int, store: Path, connection: Connection) -> None:
-    torch.set_num_threads(1)
     if num_ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     while True:
@@ -295,7 +294,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 FLOAT32, FLOAT64 = Setting("tied"), Setting("value", torch.float64)
 
 
-@pytest.mark.parametrize(("setting", "tolerance"), [(FLOAT32, 1e-6), (FLOAT64, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize(("setting", "tolerance"), [(FLOAT32, 1e-5), (FLOAT64, 1e-12)], ids=["float32", "float64"])
 @pytest.mark.parametrize("num_saving", [1, 2, 3])
 def test_any_number_of_ranks_reads_what_any_other_saved(
     ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting, tolerance: float

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rolepool.algorithm import LinearLogProbs, entropy_from_logits, logprobs_from_logits
 
-torch.set_num_threads(1)
-
 TOKENS, SIZE, VOCABULARY = 7, 4, 11
 
 

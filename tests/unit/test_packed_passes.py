@@ -15,8 +15,6 @@ from rolepool.models.forward import response_log_probs, response_values
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import Packing
 
-torch.set_num_threads(1)
-
 PROMPT, RESPONSE, VOCABULARY = 6, 5, 40
 WINDOW = 3
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from rolepool.cluster.group import RoleProxy, WorkerGroup
@@ -28,8 +33,18 @@ WORKER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
-
 KNOCK_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 30.0
+PROBE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it is told to use a token and finds none
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1])
+"""
+TOKEN_FIX = (
+    "copy ~/.ray/auth_token of the first node to every node with mode 0600, and set RAY_AUTH_MODE=token for every "
+    "`ray start` and for rolepool (docs/multinode.md)"
+)
 
 
 class Cluster:
@@ -89,7 +104,9 @@ class Cluster:
                 self._monitors.close()
             for process in (process for group in self.groups.values() for process in group.processes):
                 ray.kill(process.actor)
-            remove_placement_group(self._resources)
+            # Ray removes it with the job as well, and an error here would hide the one that ended the run.
+            with suppress(RayError):
+                remove_placement_group(self._resources)
         finally:
             self._disconnect()
 
@@ -120,14 +137,10 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
     if address is not None:
         try:
-            _knock_at(address)
+            _probe(address)
             _init_ray(address=address, runtime_env=environment)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise PlacementError(
-                f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({reason}); "
-                "start one with `ray start --head`, or leave the key out for a local one"
-            ) from None
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
         return ray.shutdown
     # "local" never joins another Ray that happens to run on this machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -153,8 +166,37 @@ def _init_ray(**options: Any) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _knock_at(address: str) -> None:
-    """Ray itself waits for minutes at an address where nobody answers."""
+def _probe(address: str) -> None:
+    """Raise at once if no Ray answers at the address, or refuses our token.
+
+    Ray itself tries again for minutes, with a warning for each attempt; so the attempt is made in another process.
+    """
     host, _, port = address.rpartition(":")
-    if port.isdigit() and "://" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    if not port.isdigit() or "://" in address:
+        return
+    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    command = [sys.executable, "-P", "-c", PROBE, address]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"something listens, and does not answer as Ray does within {PROBE_TIMEOUT_S:g} s") from None
+    if probe.returncode:
+        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
+
+
+def _refusal(address: str, error: Exception) -> str:
+    """Why there is no connection, by what Ray said, and what to change."""
+    said = f"{error}\n{error.__cause__}"
+    if "resolve node to connect to" in said:
+        return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
+    if not re.search("authentication.token", said, re.IGNORECASE):
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return (
+            f"no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave the key out for a "
+            "local one"
+        )
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return f"the Ray cluster there asks for a token, and RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
+    if "InvalidAuthToken" in said:
+        return f"the Ray cluster there has another token than this node; {TOKEN_FIX}"
+    return f"RAY_AUTH_MODE=token is set, and there is no token on this node; {TOKEN_FIX}"

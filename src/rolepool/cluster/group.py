@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,8 +22,8 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from rolepool.cluster.calls import Call, fetch_columns, pack_argument, reason_of, sources_of, unpack_reply
-from rolepool.cluster.launch import Process, cause_of
-from rolepool.errors import DataError, WorkerError
+from rolepool.cluster.launch import Process, await_all, cause_of
+from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
 from rolepool.protocol.remote import Producer, Reply
@@ -103,6 +104,13 @@ class WorkerGroup:
         if role not in self._roles:
             raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self._roles) or 'none'}")
         return self._roles[role].with_blocking(blocking)
+
+    def check_exists(self, setting: str, path: str | Path, fix: str) -> None:
+        """Refuse a setting, `key=value`, whose file or folder is not on every node of the pool."""
+        asked = {process.actor.why_missing.remote(str(path)): (str(process), self.name) for process in self.processes}
+        problems = sorted({problem for problem in await_all(asked, f"look for {path}") if problem})
+        if problems:
+            raise ConfigError(f"{setting}: {problem}; {fix}" for problem in problems)
 
     # Failure
 

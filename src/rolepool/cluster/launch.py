@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
 from rolepool.cluster.nodes import Node, free_slots, holders, slot_device
@@ -77,10 +78,10 @@ def launch(
     group = _reserve(plan, slots, nodes, device, timeout_s)
     started: dict[str, list[Any]] = {}
     try:
-        started = {
-            name: [_start(group, slots.index(slot), pool.share, device) for slot in pool.slots]
-            for name, pool in plan.pools.items()
-        }
+        bundles = {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
+        for name, pool in plan.pools.items():
+            num_gpus = 0 if device == "cpu" else pool.share
+            started[name] = [_start(bundles[slot], num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
         found = _await_start(started)
         processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
         if plan.mps:
@@ -98,9 +99,10 @@ def launch(
 
 
 def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
-    """Processes beside the plan's, which take no GPU and wait for no CPU: for light work such as rule rewards."""
-    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    actors = [actor_class.options(num_cpus=0, num_gpus=0, max_restarts=0).remote() for _ in range(count)]
+    """Processes beside the plan's on the driver's node, which take no GPU and wait for no CPU: for light work such as
+    rule rewards."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actors = [_start(here, num_cpus=0, num_gpus=0) for _ in range(count)]
     try:
         found = _await_start({name: actors})[name]
         processes = [
@@ -183,14 +185,10 @@ def _missing(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) -
 # Processes
 
 
-def _start(group: PlacementGroup, bundle: int, share: float, device: str) -> Any:
+def _start(where: Any, *, num_cpus: int, num_gpus: float) -> Any:
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    return actor_class.options(
-        num_cpus=1,
-        num_gpus=0 if device == "cpu" else share,
-        max_restarts=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-    ).remote()
+    options = actor_class.options(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
+    return options.remote(str(Path.cwd()))
 
 
 def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
@@ -200,13 +198,13 @@ def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
         for name, actors in started.items()
         for actor in actors
     }
-    for num_started, _ in enumerate(_await_all(asked, "start"), 1):
+    for num_started, _ in enumerate(await_all(asked, "start"), 1):
         logger.info("started %d of %d worker processes", num_started, len(asked))
     refs = iter(asked)
     return {name: [ray.get(next(refs)) for _ in actors] for name, actors in started.items()}
 
 
-def _await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
+def await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
     """The answers as they come; of those asked, `asked` tells who they are and in which pool."""
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
@@ -311,7 +309,7 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
             answers.append(process.actor.take_rank.remote(context, shares[name]))
         for process in members:
             joined[process.actor.join_pool.remote(answers[0], START_TIMEOUT_S)] = str(process), name
-    for _ in _await_all(joined, "meet the other ranks of its pool"):
+    for _ in await_all(joined, "meet the other ranks of its pool"):
         pass
 
 

@@ -17,13 +17,14 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -61,7 +62,11 @@ class Whereabouts(NamedTuple):
 class WorkerProcess:
     """Made by `launch` on one slot. Calls run one at a time, in the order they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        """`folder` is the driver's, and what relative paths mean here too; not the one in which Ray was started."""
+        self._folder = folder
+        with suppress(OSError):  # what the config names is looked for on every node before it is read
+            os.chdir(folder)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, _RandomState] = {}
         self._speaking: str | None = None
@@ -80,6 +85,12 @@ class WorkerProcess:
     def ping(self) -> float:
         """Answers while a call runs; a process that died does not."""
         return time.time()
+
+    @ray.method(concurrency_group="health")
+    def why_missing(self, path: str) -> str | None:
+        """Which node lacks which file, if this one does not have it."""
+        whole = Path(self._folder, Path(path).expanduser())
+        return None if whole.exists() else f"node {self._address} has no {whole}"
 
     # Start
 
@@ -115,6 +126,10 @@ class WorkerProcess:
         """Meet the pool's other ranks in one process group."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        # Otherwise gloo takes the address of the host's name, which on many systems is a loopback one.
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(one.address == self._address for one in addresses):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         on_gpu = self._context.device != "cpu"
         store = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         if on_gpu:

@@ -120,11 +120,6 @@ class TrainedRole(ModelRole):
         """What was saved there, by any number of ranks."""
         load_trained(self.trained, Path(folder))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def sees(self, path: str) -> bool:
-        """Whether a file of the driver's is there for this rank, too."""
-        return Path(path).exists()
-
 
 def count_losses(response_masks: Sequence[Tensor], device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""

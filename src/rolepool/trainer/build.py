@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from rolepool.trainer.calls import Roles
 
 CPUS_PER_HELPER, MOST_HELPERS = 8, 8
 """Processes for rule rewards: one for so many CPUs of the driver's node, within a limit."""
+MODEL_KEYS = {Role.Critic: "critic.model.path", Role.RewardModel: "reward_model.model.path"}
+"""The key of a role's model, if it is not the policy's."""
 WEIGHTS_PER_CALL = 16
 """Tensors of one leg of a weight sync: about two layers are on their way at a time."""
 
@@ -46,6 +49,7 @@ def build_roles(
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
     ranks_per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    _check_models_on_nodes(cluster, config, plan)
     proxies: dict[Role, RoleProxy] = {}
     micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
 
@@ -88,6 +92,17 @@ def check_inputs(config: Config, plan: Plan) -> None:
         read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=dict(overrides))
     if Role.RewardModel not in plan.roles:
         load_reward_function(config.custom_reward_function)
+
+
+def _check_models_on_nodes(cluster: Cluster, config: Config, plan: Plan) -> None:
+    """Refuse a model folder that a node lacks: its processes would take the path for a hub id."""
+    models = models_of(config, plan)
+    for role, pool in plan.roles.items():
+        key = MODEL_KEYS.get(role, "actor_rollout_ref.model.path")
+        path = str(models[key][0])
+        if Path(path).expanduser().is_dir():
+            fix = "copy the model there, or to a folder that all nodes share"
+            cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

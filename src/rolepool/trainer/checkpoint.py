@@ -84,15 +84,12 @@ class Checkpoints:
     def check_folder_is_shared(self, roles: Roles) -> None:
         """Every rank that will save must see the driver's folder."""
         probe = self._folder.path.absolute() / ".shared-folder-probe"
+        setting = f"trainer.default_local_dir={self._keys.default_local_dir}"
         probe.touch()
         try:
-            for name, role in roles.trained.items():
-                blind = [rank for rank, sees in enumerate(role.sees(str(probe)).get()) if not sees]
-                if blind:
-                    raise ConfigError(
-                        f"trainer.default_local_dir={self._keys.default_local_dir}: ranks {blind} of {name} do not see "
-                        "it; name a folder that all nodes share, or set trainer.save_freq=-1"
-                    )
+            for role in roles.trained.values():
+                fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
+                role.group.check_exists(setting, probe, fix)
         finally:
             probe.unlink()
 
@@ -110,6 +107,9 @@ class Checkpoints:
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Have all roles go on from a checkpoint."""
+        for name, role in roles.trained.items():
+            fix = "copy the checkpoint there, or to a folder that all nodes share"
+            role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
         for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
             call.get()
 
