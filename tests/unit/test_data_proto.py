@@ -453,7 +453,7 @@ def test_folding_and_unfolding_is_the_identity() -> None:
     assert_same(unfold_batch_dim(folded), data)
     with pytest.raises(DataError, match="6 rows cannot be folded into 4"):
         fold_batch_dim(data, 4)
-    with pytest.raises(DataError, match=r"jagged.*\['jagged'\]"):
+    with pytest.raises(DataError, match=r"ragged.*\['jagged'\]"):
         fold_batch_dim(batch(6), 3)
     with pytest.raises(DataError, match="'half'"):
         unfold_batch_dim(data, 2)
