@@ -25,6 +25,7 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture
+from rolepool.protocol.ragged import flat_values
 from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
@@ -77,7 +78,8 @@ class Course:
 
     def tokens_that_differ(self, other: Course) -> int:
         pairs = zip(self.sampled, other.sampled, strict=True)
-        return sum(int((mine.batch["responses"] != theirs.batch["responses"]).sum()) for mine, theirs in pairs)
+        responses = [[one.to_padded(response_width=4).batch["responses"] for one in pair] for pair in pairs]
+        return sum(int((mine != theirs).sum()) for mine, theirs in responses)
 
 
 @dataclass
@@ -141,12 +143,12 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
         for number in range(1, NUM_STEPS + 1):
             step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
-            course.advantages.append(step.estimated.batch.batch["advantages"])
+            course.advantages.append(flat_values(step.estimated.batch.batch["advantages"]))
             updates = [call.get()[0] for name in ("update_critic", "update_actor") for call in step.calls[name]]
             course.metrics.append(
                 {
                     **step.estimated.metrics,
-                    **describe(step.estimated, step.entropies.get().batch["entropys"]),
+                    **describe(step.estimated, step.scored.get()),
                     **{f"{i}/{key}": v for i, row in enumerate(updates) for key, v in row.items()},
                 }
             )
@@ -213,7 +215,7 @@ def one_rank_float32(demo: Demo) -> Course:
 @pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "standard, 1 rank"])
 def test_losses_of_the_same_rollouts_are_the_same_in_float32(name: str, demo: Demo, one_rank_float32: Course) -> None:
     other = run(demo, PLACEMENTS[name], torch.float32, replayed=one_rank_float32)
-    num_tokens = sum(int(rollouts.batch["response_mask"].sum()) for rollouts in one_rank_float32.sampled)
+    num_tokens = sum(int(rollouts.batch["num_response_tokens"].sum()) for rollouts in one_rank_float32.sampled)
     ties = f"{one_rank_float32.tokens_that_differ(other)} of {num_tokens} tokens were sampled differently"
     losses = [key for key in one_rank_float32.metrics[0] if key.endswith("_loss")]
     assert {key.split("/", 1)[1] for key in losses} == {"actor/pg_loss", "actor/kl_loss", "critic/vf_loss"}

@@ -52,7 +52,7 @@ from rolepool.protocol.columns import (
     wrong_tensors,
 )
 from rolepool.protocol.encoding import Encoded, encode, object_array
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, is_ragged, num_bytes, pad_ragged, padded_tokens
+from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, num_bytes, pad_ragged, padded_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -462,13 +462,12 @@ class DataProto:
         return self.like(take_rows(self.columns(), rows), num_rows)
 
     def _item(self, row: int) -> DataProtoItem:
-        batch, ragged_keys = None, frozenset[str]()
-        if self.batch is not None:
-            columns = {key: tensor[row] for key, tensor in self.batch.items()}
-            batch = new_batch(columns, self.batch.batch_size[1:], self.batch.device)
-            ragged_keys = frozenset(key for key, tensor in self.batch.items() if is_ragged(tensor))
-        values = {key: array[row] for key, array in self.non_tensor_batch.items()}
-        return DataProtoItem(batch, values, dict(self.meta_info), ragged_keys)
+        one = take_rows(self.columns(), builtins.slice(row, row + 1))
+        ragged = {key: flat_values(column) for key, column in one.items() if is_ragged(column)}
+        values = {key: ragged[key] if key in ragged else column[0] for key, column in one.items()}
+        objects = {key: values.pop(key) for key in self.non_tensor_batch}
+        batch = None if self.batch is None else new_batch(values, self.batch.batch_size[1:], self.batch.device)
+        return DataProtoItem(batch, objects, dict(self.meta_info), frozenset(ragged))
 
     def _replace_with(self, other: DataProto) -> None:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch

@@ -35,18 +35,15 @@ def ragged(values: Tensor, lengths: Tensor) -> Tensor:
 
 def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
     """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass through it."""
-    return NestedTensor(values.detach(), offsets)  # type: ignore[no-untyped-call, no-any-return]
+    return NestedTensor(values.detach(), offsets)
 
 
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
-    column = whole(column)
-    return column._values, column._offsets  # type: ignore[attr-defined]
-
-
-def whole(column: Any) -> Any:
-    """The column without holes between its rows, which `torch.nested.narrow` leaves."""
-    return column if column._lengths is None else column.contiguous()
+    nested: Any = column
+    if nested._lengths is not None:  # there are holes between its rows, as `torch.nested.narrow` leaves them
+        nested = nested.contiguous()
+    return nested._values, nested._offsets
 
 
 def flat_values(column: Tensor) -> Tensor:
@@ -116,6 +113,12 @@ def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
     is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(offsets[:-1] + num_prompt, lengths)
     return ragged(ids[is_prompt], num_prompt), ragged(ids[~is_prompt], lengths - num_prompt)
+
+
+def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
+    """The tokens of each response."""
+    _, responses = split_tokens(batch)
+    return torch.split(flat_values(responses), lengths_of(responses).tolist())
 
 
 def padded_tokens(

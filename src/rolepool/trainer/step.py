@@ -29,8 +29,8 @@ class StepCalls:
     number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
-    entropies: DataProtoFuture
-    """Of the policy that generated, as `entropys`."""
+    scored: DataProtoFuture
+    """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they are compared."""
 
 
 def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
@@ -71,7 +71,8 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
         "update_weights": synced,
     }
     made = {name: [call for call in calls_made if call is not None] for name, calls_made in calls.items()}
-    return StepCalls(number, made, estimated, old.select(["entropys"]))
+    compared = ("rollout_log_probs", "old_log_probs") if config.actor_rollout_ref.rollout.calculate_log_probs else ()
+    return StepCalls(number, made, estimated, rollouts.union(old).select(["entropy_sums", *compared]))
 
 
 def update_orders(
