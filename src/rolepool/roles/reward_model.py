@@ -37,10 +37,11 @@ class RewardModel(ModelRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response."""
+        tokens = data.select(list(TOKENS), [], [])
         if self.keys.max_length is not None:
-            data.batch[INPUT_IDS] = last_tokens(data.batch[INPUT_IDS], self.keys.max_length)
+            tokens.batch[INPUT_IDS] = last_tokens(data.batch[INPUT_IDS], self.keys.max_length)
         with self.frozen.on_device():
-            return self.in_passes("compute_scores", data, self._score)
+            return self.in_passes("compute_scores", tokens, self._score)
 
     def _score(self, rows: TokenRows) -> dict[str, Tensor]:
         """Rows are padded on the right: a classifier takes the last token that is not padding for the end."""
