@@ -669,5 +669,5 @@ def test_prompts_and_responses_are_split_at_the_number_of_prompt_tokens() -> Non
 def test_nested_tensors_that_vary_in_another_dimension_are_refused() -> None:
     rows = torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=torch.jagged)
     assert is_ragged(rows)
-    with pytest.raises(DataError, match="'n'.*layout=torch.jagged, untransposed"):
+    with pytest.raises(DataError, match=r"'n'.*layout=torch\.jagged, untransposed"):
         DataProto.from_dict({"n": rows.transpose(1, 2)})
