@@ -42,7 +42,7 @@ from rolepool.config import Config, load_config
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import MicroBatch, estimate_memory
 from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES, RoleMemory
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
@@ -158,23 +158,20 @@ def make_rows(config: Config, vocab_size: int) -> DataProto:
         config.data.max_prompt_length,
         config.data.max_response_length,
     )
-    mask = torch.ones(num_rows, prompt + response, dtype=torch.int64)
-    ids = torch.randint(1, vocab_size, mask.shape, generator=torch.Generator().manual_seed(1))
+    lengths = torch.full((num_rows,), prompt + response)
+    ids = torch.randint(1, vocab_size, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
     names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     return DataProto.from_dict(
         {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": mask.cumsum(dim=1) - 1,
-            "responses": ids[:, prompt:],
-            "response_mask": mask[:, prompt:],
-            **{name: torch.randn(num_rows, response) for name in names},
+            "input_ids": ragged(ids, lengths),
+            "num_prompt_tokens": lengths - response,
+            **{name: ragged(torch.randn(num_rows * response), lengths - prompt) for name in names},
         }
     )
 
 
-def make_prompts(rows: DataProto, prompt_length: int) -> DataProto:
-    ids = rows.batch["input_ids"][:, :prompt_length].tolist()
+def make_prompts(rows: DataProto) -> DataProto:
+    ids = rows.to_padded().batch["prompts"].tolist()
     columns = {"raw_prompt_ids": ids, "uid": list(range(len(ids))), "sample_index": [0] * len(ids)}
     return DataProto.from_dict(non_tensors=columns)
 
@@ -200,7 +197,7 @@ def operations_of(
         reference = Reference(config, micro_batches=sizes)
         once = [("compute_ref_log_prob", lambda: reference.compute_ref_log_prob(data))]
     elif role is Role.Rollout:
-        rollout, prompts = Rollout(config, [], 0), make_prompts(data, config.data.max_prompt_length)
+        rollout, prompts = Rollout(config, []), make_prompts(data)
         once = [("generate_sequences", lambda: rollout.generate_sequences(prompts))]
     else:
         reward_model = RewardModel(config, 0, micro_batches=sizes)

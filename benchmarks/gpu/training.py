@@ -37,7 +37,8 @@ from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.training import TrainedModel
 from rolepool.placement.models import ModelShape, read_shape
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged, unpad
+from rolepool.protocol.ragged import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
@@ -57,13 +58,15 @@ class Setting:
     shape: ModelShape
     config: Config
     data: DataProto
+    padded: DataProto
+    """The same rows, as the plain way takes them."""
     device: str
     rows_per_padded_pass: int
     repeats: int
     profile: bool
 
     def flops(self, per_param: int) -> float:
-        lengths = self.data.batch["attention_mask"].sum(dim=1).double()
+        lengths = lengths_of(self.data.batch["input_ids"]).double()
         attention = 2 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * lengths.square().sum()
         return float(per_param * self.shape.num_params * lengths.sum() + per_param / 2 * attention)
 
@@ -86,23 +89,15 @@ class Results:
 def make_rows(num_rows: int, shortest: int, longest: int, vocab_size: int) -> DataProto:
     """Lengths between the two, spread evenly; the first quarter of each is its prompt."""
     generator = torch.Generator().manual_seed(1)
-    prompt_width = longest // 4
-    mask = torch.zeros(num_rows, longest, dtype=torch.int64)
-    lengths = torch.linspace(shortest, longest, num_rows).int()[torch.randperm(num_rows, generator=generator)]
-    for row, length in enumerate(lengths.tolist()):
-        prompt = length // 4
-        mask[row, prompt_width - prompt : prompt_width - prompt + length] = 1
-    ids = torch.randint(vocab_size, mask.shape, generator=generator) * mask
-    shape = (num_rows, longest - prompt_width)
-    floats = {key: torch.randn(shape, generator=generator) for key in ("advantages", "values", "returns")}
+    lengths = torch.linspace(shortest, longest, num_rows).long()[torch.randperm(num_rows, generator=generator)]
+    num_prompt = lengths // 4
+    num_response = lengths - num_prompt
+    names = ("advantages", "values", "returns")
     return DataProto.from_dict(
         {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-            "responses": ids[:, prompt_width:],
-            "response_mask": mask[:, prompt_width:],
-            **floats,
+            "input_ids": ragged(torch.randint(vocab_size, (int(lengths.sum()),), generator=generator), lengths),
+            "num_prompt_tokens": num_prompt,
+            **{key: ragged(torch.randn(int(num_response.sum()), generator=generator), num_response) for key in names},
         }
     )
 
@@ -235,7 +230,7 @@ def plain_update(
 ) -> None:
     size = len(setting.data) // MINI_BATCHES
     for start in range(0, len(setting.data), size):
-        rows = setting.data.batch[start : start + size]
+        rows = setting.padded.batch[start : start + size]
         batch = {key: value.to(setting.device) for key, value in rows.items()}
         counts = LossCounts.of(batch["response_mask"])
 
@@ -253,7 +248,7 @@ def plain_score(
     scores = []
     with torch.no_grad():
         for rows in by_rows(len(setting.data), rows_per_pass):
-            batch = {key: value[rows].to(setting.device) for key, value in setting.data.batch.items()}
+            batch = {key: value[rows].to(setting.device) for key, value in setting.padded.batch.items()}
             scores.append(score(model, batch).cpu())
     return torch.cat(scores)
 
@@ -263,11 +258,13 @@ def measure_exact(setting: Setting, results: Results) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).eval()
     model.to(setting.device)
     rows_per_pass = max(1, setting.rows_per_padded_pass // 4)
-    setting.data.batch["old_log_probs"] = plain_score(setting, model, plain_log_probs, rows_per_pass)
+    log_probs = plain_score(setting, model, plain_log_probs, rows_per_pass)
+    setting.padded.batch["old_log_probs"] = log_probs
+    setting.data.batch["old_log_probs"] = unpad(log_probs, setting.padded.batch["response_mask"].sum(dim=1))
     size = len(setting.data) // MINI_BATCHES
-    counts = LossCounts.of(setting.data.batch["response_mask"][:size])
+    counts = LossCounts.of(setting.padded.batch["response_mask"][:size])
     for rows in by_rows(size, rows_per_pass):
-        batch = {key: value[rows].to(setting.device) for key, value in setting.data.batch.items()}
+        batch = {key: value[rows].to(setting.device) for key, value in setting.padded.batch.items()}
         plain_policy_loss(setting, model, batch, counts).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), setting.config.actor_rollout_ref.actor.grad_clip)
     results.gradients["exact"] = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
@@ -313,7 +310,7 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def show(setting: Setting, results: Results, rate: float) -> None:
-    tokens = int(setting.data.batch["attention_mask"].sum())
+    tokens = int(setting.padded.batch["attention_mask"].sum())
     print(f"{len(setting.data)} rows, {tokens} tokens, {setting.shape.num_params / 1e6:.0f}M parameters")
     print(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
     columns = ("first s", "median s", "plain s", "ratio", "TFLOP/s", "share", "goal", "peak GiB", "plain GiB", "ratio")
@@ -370,11 +367,13 @@ def make_setting(options: argparse.Namespace, folder: Path) -> Setting:
             f"critic.ppo_max_token_len_per_gpu={options.max_tokens}",
         ],
     ).config
+    data = make_rows(rows, longest // 8, longest, content["vocab_size"])
     return Setting(
         model=folder,
         shape=read_shape(str(folder)),
         config=config,
-        data=make_rows(rows, longest // 8, longest, content["vocab_size"]),
+        data=data,
+        padded=data.to_padded(longest // 4, longest - longest // 4),
         device=device,
         rows_per_padded_pass=options.padded_rows,
         repeats=options.repeats,

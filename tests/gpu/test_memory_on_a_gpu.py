@@ -17,7 +17,7 @@ from rolepool.data.demo import make_demo
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.memory import GIB
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
@@ -47,20 +47,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def batch(num_rows: int = ROWS, width: int = WIDTH) -> DataProto:
-    mask = torch.ones(num_rows, width, dtype=torch.int64)
-    ids = torch.randint(4, 12, mask.shape, generator=torch.Generator().manual_seed(1))
-    half = width // 2
-    floats = {key: torch.randn(num_rows, half) for key in ("old_log_probs", "advantages", "values", "returns")}
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": mask.cumsum(1) - 1,
-            "responses": ids[:, half:],
-            "response_mask": mask[:, half:],
-            **floats,
-        }
-    )
+    ids = torch.randint(4, 12, (num_rows * width,), generator=torch.Generator().manual_seed(1))
+    half = torch.full((num_rows,), width // 2)
+    names = ("old_log_probs", "advantages", "values", "returns")
+    floats = {key: ragged(torch.randn(int(half.sum())), half) for key in names}
+    return DataProto.from_dict({"input_ids": ragged(ids, 2 * half), "num_prompt_tokens": half, **floats})
 
 
 def test_what_is_free_is_bounded_by_the_share_and_asking_for_more_is_out_of_memory(small_share: None) -> None:
@@ -168,7 +159,7 @@ def work_of(role: Role, config: Config) -> Callable[[], object]:
     if role is Role.RewardModel:
         reward_model = RewardModel(config, 0)
         return lambda: reward_model.compute_scores(data)
-    rollout, ids = Rollout(config, [], 0), data.batch["input_ids"][:, : LENGTH // 2].tolist()
+    rollout, ids = Rollout(config, []), data.to_padded().batch["prompts"].tolist()
     columns = {"raw_prompt_ids": ids, "uid": list(range(SEQUENCES)), "sample_index": [0] * SEQUENCES}
     prompts = DataProto.from_dict(non_tensors=columns)
     return lambda: rollout.generate_sequences(prompts)

@@ -18,8 +18,9 @@ from rolepool.config import load_config
 from rolepool.models.attention import packed_attention
 from rolepool.models.compiling import compiled, has_compiler
 from rolepool.models.forward import response_log_probs
-from rolepool.models.packing import rows_on
-from rolepool.protocol import DataProto
+from rolepool.models.packing import TokenRows
+from rolepool.protocol import DataProto, ragged, unpad
+from rolepool.protocol.ragged import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
@@ -60,23 +61,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(folder: Path) -> DataProto:
     """Rows of many lengths. The old log-probs are the model's own, so that no ratio is near where it is clipped."""
     generator = torch.Generator().manual_seed(1)
-    mask = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.int64)
-    for row in range(ROWS):
-        prompt, response = (int(torch.randint(8, size + 1, (), generator=generator)) for size in (PROMPT, RESPONSE))
-        mask[row, PROMPT - prompt : PROMPT + response] = 1
-    ids = torch.randint(VOCABULARY, mask.shape, generator=generator) * mask
-    floats = {key: torch.randn(ROWS, RESPONSE, generator=generator) for key in ("advantages", "values", "returns")}
-    rows = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-        "responses": ids[:, PROMPT:],
-        "response_mask": mask[:, PROMPT:],
-        **floats,
+    prompts, responses = (torch.randint(8, size + 1, (ROWS,), generator=generator) for size in (PROMPT, RESPONSE))
+    ids = torch.randint(VOCABULARY, (int((prompts + responses).sum()),), generator=generator)
+    floats = {
+        key: torch.randn(int(responses.sum()), generator=generator) for key in ("advantages", "values", "returns")
     }
+    rows = DataProto.from_dict(
+        {
+            "input_ids": ragged(ids, prompts + responses),
+            "num_prompt_tokens": prompts,
+            **{key: ragged(values, responses) for key, values in floats.items()},
+        }
+    )
     with torch.no_grad():
-        log_probs = naive_log_probs(naive_model(folder), {key: value.cuda() for key, value in rows.items()})
-    return DataProto.from_dict({**rows, "old_log_probs": log_probs.cpu() * mask[:, PROMPT:]})
+        log_probs = naive_log_probs(naive_model(folder), padded(rows))
+    rows.batch["old_log_probs"] = unpad(log_probs.cpu(), responses)
+    return rows
+
+
+def padded(rows: DataProto) -> dict[str, Tensor]:
+    return dict(rows.to_padded(PROMPT, RESPONSE).to("cuda").batch.items())
 
 
 def role(kind: type[Any], folder: Path, *words: str) -> Any:
@@ -135,7 +139,7 @@ def naive_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 def naive_gradients(folder: Path, data: DataProto) -> dict[str, Tensor]:
     """By torch's own autograd."""
     model = naive_model(folder)
-    batch = {key: value.cuda() for key, value in data.batch.items()}
+    batch = padded(data)
     mask = batch["response_mask"]
     loss, _ = compute_policy_loss_vanilla(
         batch["old_log_probs"],
@@ -188,10 +192,10 @@ def test_log_probs_before_an_update_are_those_within_it(one_rank: None, folder: 
     actor = role(Actor, folder)
     scored = actor.compute_log_prob(data).batch
     actor.trained.model.train()
-    part = rows_on("cuda", dict(data.batch.items()), list(range(ROWS)))
+    part = TokenRows.of(data.batch, "cuda")
     with actor.trained.on_device(training=True) as model:
         within = response_log_probs(model, part, temperature=1.0, packed=True)
-    difference = float((scored["old_log_probs"] - within.log_probs.detach().cpu()).abs().max())
+    difference = float((flat_values(scored["old_log_probs"]) - within.log_probs.detach().cpu()).abs().max())
     print(f"\nlargest difference {difference:.5f}")
     assert difference < 0.05
 

@@ -10,7 +10,8 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged, unpad
+from rolepool.protocol.ragged import flat_values
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
 
@@ -52,25 +53,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ragged_batch() -> DataProto:
     """Rows of many lengths, with what both updates read."""
     generator = torch.Generator().manual_seed(3)
-    lengths = [(1 + row % PROMPT, 1 + (row * 5) % RESPONSE) for row in range(ROWS)]
-    mask = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(lengths):
-        mask[row, PROMPT - prompt : PROMPT + response] = 1
-    ids = torch.randint(4, 12, mask.shape, generator=generator) * mask
-    shape = (ROWS, RESPONSE)
-    response_mask = mask[:, PROMPT:]
+    num_prompt, num_response = 1 + torch.arange(ROWS) % PROMPT, 1 + torch.arange(ROWS) * 5 % RESPONSE
+    num_tokens = int((num_prompt + num_response).sum())
+    numbers = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+    drawn = {key: torch.randn(ROWS, RESPONSE, generator=generator, dtype=torch.float64) for key in numbers}
+    for key in ("old_log_probs", "ref_log_prob"):
+        drawn[key] = -2 + 0.3 * drawn[key]
     return DataProto.from_dict(
         {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-            "responses": ids[:, PROMPT:],
-            "response_mask": response_mask,
-            "old_log_probs": -2 + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) * response_mask,
-            "ref_log_prob": -2 + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) * response_mask,
-            "advantages": torch.randn(shape, generator=generator, dtype=torch.float64) * response_mask,
-            "values": torch.randn(shape, generator=generator, dtype=torch.float64) * response_mask,
-            "returns": torch.randn(shape, generator=generator, dtype=torch.float64) * response_mask,
+            "input_ids": ragged(torch.randint(4, 12, (num_tokens,), generator=generator), num_prompt + num_response),
+            "num_prompt_tokens": num_prompt,
+            **{key: unpad(column, num_response) for key, column in drawn.items()},
         }
     )
 
@@ -102,7 +95,11 @@ def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str
     for _ in range(3):
         scored = actor.compute_log_prob(batch).batch
         values = critic.compute_values(batch).batch["values"]
-        seen = {"log_prob": float(scored["old_log_probs"].sum()), "value": float(values.sum())}
+        seen = {
+            "log_prob": float(flat_values(scored["old_log_probs"]).sum()),
+            "value": float(flat_values(values).sum()),
+        }
+        seen["entropy"] = float(scored["entropy_sums"].sum())
         rows.append({**actor.update_actor(batch), **critic.update_critic(batch), **seen})
     weights = {
         **actor.trained.model.state_dict(),

@@ -27,6 +27,7 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture
+from rolepool.protocol.ragged import flat_values
 from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step
@@ -79,9 +80,8 @@ class Course:
 
     def rows_that_differ(self, other: Course) -> int:
         pairs = zip(self.sampled, other.sampled, strict=True)
-        return sum(
-            int((mine.batch["responses"] != theirs.batch["responses"]).any(dim=1).sum()) for mine, theirs in pairs
-        )
+        responses = [[one.to_padded(response_width=4).batch["responses"] for one in pair] for pair in pairs]
+        return sum(int((mine != theirs).any(dim=1).sum()) for mine, theirs in responses)
 
 
 @dataclass
@@ -155,12 +155,12 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
         for number in range(1, NUM_STEPS + 1):
             step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
-            course.advantages.append(step.estimated.batch.batch["advantages"])
+            course.advantages.append(flat_values(step.estimated.batch.batch["advantages"]))
             updates = [call.get()[0] for name in ("update_critic", "update_actor") for call in step.calls[name]]
             course.metrics.append(
                 {
                     **step.estimated.metrics,
-                    **describe(step.estimated, step.entropies.get().batch["entropys"]),
+                    **describe(step.estimated, step.scored.get()),
                     **{f"{i}/{key}": v for i, row in enumerate(updates) for key, v in row.items()},
                 }
             )

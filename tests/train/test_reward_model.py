@@ -14,7 +14,7 @@ from rolepool.config import LoadedConfig, load_config
 from rolepool.data.demo import Demo, make_demo
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import Role
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged
 from rolepool.roles.reward_model import RewardModel
 from rolepool.trainer import loop
 from rolepool.trainer.loop import Trainer
@@ -63,8 +63,7 @@ def recipe(demo: Demo, *overrides: str) -> LoadedConfig:
 
 
 def texts_of(batch: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-    return [tokenizer.decode(ids[real]) for ids, real in rows]
+    return [tokenizer.decode(ids) for ids in batch["input_ids"].unbind()]
 
 
 def direct_scores(
@@ -84,8 +83,8 @@ def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pyt
 
     def watched_step(*arguments: Any) -> StepCalls:
         step = ppo_step(*arguments)
-        rollouts = step.calls["gen"][0].get(keys=["input_ids", "attention_mask"])
-        scores = step.estimated.batch.batch["token_level_scores"].sum(dim=1)
+        rollouts = step.calls["gen"][0].get(keys=["input_ids"])
+        scores = step.estimated.tensors["token_level_scores"].sum(dim=1)
         steps.append(Scored(texts_of(rollouts.batch, tokenizer), scores))
         return step
 
@@ -132,20 +131,11 @@ CUTS = {
 
 
 def ragged_batch() -> DataProto:
-    """Prompts padded on the left and responses on the right, of many lengths."""
-    mask = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.int64)
-    for row in range(ROWS):
-        mask[row, PROMPT - (1 + row % PROMPT) : PROMPT + 1 + row * 5 % RESPONSE] = 1
-    ids = torch.randint(4, 12, mask.shape, generator=torch.Generator().manual_seed(3)) * mask
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-            "responses": ids[:, PROMPT:],
-            "response_mask": mask[:, PROMPT:],
-        }
-    )
+    """Prompts and responses of many lengths."""
+    num_prompt, num_response = 1 + torch.arange(ROWS) % PROMPT, 1 + torch.arange(ROWS) * 5 % RESPONSE
+    lengths = num_prompt + num_response
+    ids = torch.randint(4, 12, (int(lengths.sum()),), generator=torch.Generator().manual_seed(3))
+    return DataProto.from_dict({"input_ids": ragged(ids, lengths), "num_prompt_tokens": num_prompt})
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -157,11 +147,9 @@ def test_scores_do_not_depend_on_how_passes_are_cut(
     assert tokenizer.pad_token_id is not None
     role = RewardModel(recipe(demo, *CUTS[cut], *limit).config, tokenizer.pad_token_id)
     batch = ragged_batch()
-    scores = role.compute_scores(batch).batch["token_level_scores"]
     expected = direct_scores(texts_of(batch.batch, tokenizer), demo, tokenizer, last=max_length)
-    torch.testing.assert_close(scores.sum(dim=1), expected, rtol=0, atol=FLOAT_NOISE)
-    last_token = batch.batch["response_mask"].sum(dim=1) - 1
-    assert torch.equal(scores != 0, torch.nn.functional.one_hot(last_token, RESPONSE).bool())
+    scores = role.compute_scores(batch).batch["scores"]
+    torch.testing.assert_close(scores, expected, rtol=0, atol=FLOAT_NOISE)
 
 
 def test_a_limit_on_length_changes_scores(demo: Demo, tokenizer: PreTrainedTokenizerBase) -> None:

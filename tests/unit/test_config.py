@@ -97,6 +97,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "log_prob_micro_batch_size_per_gpu": None,
         "enforce_eager": False,
         "free_cache_engine": True,
+        "calculate_log_probs": False,
         "max_num_seqs": 1024,
         "max_num_batched_tokens": 8192,
         "val_kwargs.n": 1,

@@ -147,6 +147,20 @@ def test_plain_strings_are_tokenized_as_they_are(tmp_path: Path, tokenizer: PreT
     assert [prompt.token_ids for prompt in prompts_of(tokenizer, file).take([0, 1, 2])] == [[4, 5], [6, 7, 3], [8]]
 
 
+def test_a_prompt_is_tokenized_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    texts: list[str] = []
+
+    class Watched(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            texts.extend(text)
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Watched
+    prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row("a b"), row("c")))
+    assert [prompt.token_ids for prompt in prompts.take([1, 0, 1])] == [[6, 3], [4, 5, 3], [6, 3]]
+    assert len(texts) == 2
+
+
 def test_a_chat_gives_what_the_tokenizer_itself_makes_of_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b c"}]
     expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

@@ -28,6 +28,7 @@ from rolepool.protocol import (
     unpad_dataproto,
 )
 from rolepool.protocol.columns import same_tensor, same_value
+from rolepool.protocol.ragged import flat_values, is_ragged, pad_ragged, ragged, rows_of_responses, split_tokens, unpad
 
 settings.register_profile("few", max_examples=40, deadline=None)
 settings.load_profile("few")
@@ -453,7 +454,7 @@ def test_folding_and_unfolding_is_the_identity() -> None:
     assert_same(unfold_batch_dim(folded), data)
     with pytest.raises(DataError, match="6 rows cannot be folded into 4"):
         fold_batch_dim(data, 4)
-    with pytest.raises(DataError, match=r"jagged.*\['jagged'\]"):
+    with pytest.raises(DataError, match=r"ragged.*\['jagged'\]"):
         fold_batch_dim(batch(6), 3)
     with pytest.raises(DataError, match="'half'"):
         unfold_batch_dim(data, 2)
@@ -601,3 +602,72 @@ def test_tensors_count_as_equal_by_value_with_nan_and_signed_zero() -> None:
     assert same_tensor(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
     assert not same_tensor(torch.tensor([1.0]), torch.tensor([1]))
     assert not same_tensor(torch.tensor([1.0]), torch.tensor([2.0]))
+
+
+# --- ragged columns -----------------------------------------------------------------------------------------------
+
+
+def tokens(**more: torch.Tensor) -> DataProto:
+    """Prompts 1 2, 3 and 4 5 6 with responses 7, 8 9 10 and none."""
+    ids = ragged(torch.tensor([1, 2, 7, 3, 8, 9, 10, 4, 5, 6]), torch.tensor([3, 4, 3]))
+    return DataProto.from_dict({"input_ids": ids, "num_prompt_tokens": torch.tensor([2, 1, 3]), **more})
+
+
+def test_padded_columns_are_those_that_code_for_padded_batches_reads() -> None:
+    log_probs = ragged(torch.tensor([0.5, 1.5, 2.5, 3.5]), torch.tensor([1, 3, 0]))
+    data = tokens(old_log_probs=log_probs, score=torch.arange(3))
+    padded = data.to_padded(pad_token_id=99).batch
+    assert padded["prompts"].tolist() == [[99, 1, 2], [99, 99, 3], [4, 5, 6]]
+    assert padded["responses"].tolist() == [[7, 99, 99], [8, 9, 10], [99, 99, 99]]
+    assert torch.equal(padded["input_ids"], torch.cat([padded["prompts"], padded["responses"]], dim=1))
+    assert padded["response_mask"].tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
+    assert padded["attention_mask"].tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
+    assert padded["position_ids"].tolist() == [[0, 0, 1, 2, 2, 2], [0, 0, 0, 1, 2, 3], [0, 1, 2, 2, 2, 2]]
+    assert padded["old_log_probs"].tolist() == [[0.5, 0, 0], [1.5, 2.5, 3.5], [0, 0, 0]]
+    assert padded["score"].tolist() == [0, 1, 2]
+    wide = data.to_padded(prompt_width=4, response_width=5).batch
+    assert (wide["prompts"].shape, wide["responses"].shape, wide["old_log_probs"].shape) == ((3, 4), (3, 5), (3, 5))
+    assert is_ragged(data.batch["input_ids"]), "the batch itself stays as it is"
+
+
+def test_a_batch_without_ragged_columns_is_its_own_padded_form() -> None:
+    data = DataProto.from_dict({"input_ids": torch.ones(2, 3)}, non_tensors={"names": ["a", "b"]})
+    assert_same(data.to_padded(), data)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), more=st.integers(0, 3))
+def test_padding_puts_every_row_at_the_side_that_is_asked_for(side: Any, lengths: list[int], more: int) -> None:
+    column = ragged(torch.arange(sum(lengths)) + 1, torch.tensor(lengths))
+    width = max(lengths) + more
+    padded = pad_ragged(column, width, side=side)
+    assert padded.shape == (len(lengths), width)
+    for row, expected in zip(padded.tolist(), column.unbind(), strict=True):
+        zeros = [0] * (width - len(expected))
+        assert row == ([*expected.tolist(), *zeros] if side == "right" else [*zeros, *expected.tolist()])
+    if side == "right":
+        assert same_tensor(unpad(padded, torch.tensor(lengths)), column)
+
+
+def test_a_row_that_is_wider_than_asked_for_is_refused() -> None:
+    with pytest.raises(DataError, match="a row of 3 tokens cannot be padded to 2"):
+        tokens().to_padded(prompt_width=2)
+
+
+def test_slices_of_ragged_columns_share_memory() -> None:
+    data = tokens()
+    flat_values(data[1:].batch["input_ids"]).fill_(0)
+    assert flat_values(data.batch["input_ids"]).tolist() == [1, 2, 7, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_prompts_and_responses_are_split_at_the_number_of_prompt_tokens() -> None:
+    prompts, _ = split_tokens(tokens().batch)
+    assert [row.tolist() for row in prompts.unbind()] == [[1, 2], [3], [4, 5, 6]]
+    assert [row.tolist() for row in rows_of_responses(tokens().batch)] == [[7], [8, 9, 10], []]
+
+
+def test_nested_tensors_that_vary_in_another_dimension_are_refused() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=torch.jagged)
+    assert is_ragged(rows)
+    with pytest.raises(DataError, match=r"'n'.*layout=torch\.jagged, untransposed"):
+        DataProto.from_dict({"n": rows.transpose(1, 2)})

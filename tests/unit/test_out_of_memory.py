@@ -18,7 +18,7 @@ from rolepool.data.demo import make_demo
 from rolepool.placement.advice import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, pad_ragged, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
 from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
@@ -102,22 +102,20 @@ KEYS = MicroBatchKeys("a.rows", "a.tokens", "a.by_tokens")
 
 
 def passes_of(
-    *, rows: int | None = None, tokens: int = MOST_TOKENS, is_chosen: bool = False, packed: bool = True
+    *, rows: int | None = None, tokens: int = MOST_TOKENS, is_chosen: bool = False, packed: bool = True, width: int = 8
 ) -> Passes:
-    return Passes(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed)
+    return Passes(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width)
 
 
 def test_rows_of_open_size_go_through_in_micro_batches_of_about_one_size() -> None:
-    mask = torch.ones(40, 1024, dtype=torch.int64)
-    assert [len(rows) for rows in passes_of(is_chosen=True).cut(mask)] == [14, 13, 13]
-    assert [len(rows) for rows in passes_of(is_chosen=True).cut(mask[:3])] == [3], "no more than there are"
+    assert [len(rows) for rows in passes_of(is_chosen=True).cut([1024] * 40)] == [14, 13, 13]
+    assert [len(rows) for rows in passes_of(is_chosen=True).cut([1024] * 3)] == [3], "no more than there are"
 
 
-def test_packed_rows_count_as_their_tokens_and_padded_ones_as_their_width() -> None:
-    mask = torch.ones(8, 100, dtype=torch.int64)
-    mask[:, 10:] = 0
-    assert len(passes_of(tokens=80).cut(mask)) == 1
-    assert len(passes_of(tokens=80, packed=False).cut(mask)) == 8
+def test_packed_rows_count_as_their_tokens_and_padded_ones_as_the_longest() -> None:
+    lengths = [10, 70, 10, 10, 10, 10, 10, 10]
+    assert len(passes_of(tokens=140).cut(lengths)) == 1
+    assert len(passes_of(tokens=140, packed=False).cut(lengths)) == 4
 
 
 @pytest.mark.parametrize(("total", "parts"), [(7, 3), (8, 3), (1, 4), (12, 4)])
@@ -126,8 +124,7 @@ def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: 
         counts = set()
         for index in range(parts):
             share = Share(total, parts, index)
-            mask = torch.ones(share.num_real + share.padding, 4, dtype=torch.int64)
-            counts.add(len(passes_of(rows=rows_per_pass).cut(mask)))
+            counts.add(len(passes_of(rows=rows_per_pass).cut([4] * (share.num_real + share.padding))))
         assert len(counts) == 1
 
 
@@ -139,20 +136,15 @@ def test_the_smaller_pass_offered_is_half_of_the_one_that_was_set_or_chosen() ->
     assert passes_of(rows=1).smaller() == []
     chosen = passes_of(is_chosen=True)
     assert chosen.smaller() == [], "nothing was chosen yet"
-    chosen.cut(torch.ones(12, 8, dtype=torch.int64))
+    chosen.cut([8] * 12)
     assert chosen.smaller() == ["a.rows=6"]
-    chosen.cut(torch.ones(9, 8, dtype=torch.int64))
+    chosen.cut([8] * 9)
     assert chosen.smaller() == ["a.rows=3"], "a mini-batch must be a whole number of passes"
 
 
 def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
-    by_tokens = passes_of(tokens=100)
-    by_tokens.cut(torch.ones(4, 30, dtype=torch.int64))
-    assert by_tokens.smaller() == ["a.tokens=50"]
-    by_tokens.cut(torch.ones(4, 80, dtype=torch.int64))
-    assert by_tokens.smaller() == ["a.tokens=80"]
-    by_tokens.cut(torch.ones(4, 100, dtype=torch.int64))
-    assert by_tokens.smaller() == []
+    for width, offered in ((30, ["a.tokens=50"]), (80, ["a.tokens=80"]), (100, [])):
+        assert passes_of(tokens=100, width=width).smaller() == offered
 
 
 def test_what_is_not_offloaded_yet_is_offered_on_a_gpu() -> None:
@@ -202,23 +194,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
 
 
 def rows(num_rows: int) -> DataProto:
-    mask = torch.ones(num_rows, 8, dtype=torch.int64)
-    ids = torch.full_like(mask, 5)
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": mask.cumsum(1) - 1,
-            "responses": ids[:, 4:],
-            "response_mask": mask[:, 4:],
-        }
-    )
+    ids = ragged(torch.full((num_rows * 8,), 5), torch.full((num_rows,), 8))
+    return DataProto.from_dict({"input_ids": ids, "num_prompt_tokens": torch.full((num_rows,), 4)})
 
 
 def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(config: Callable[..., Config]) -> None:
     keys = config("actor_rollout_ref.rollout.free_cache_engine=false")
     siblings: dict[str, Worker] = {}
-    for name, make in {"actor": lambda: Actor(keys, 1), "rollout": lambda: Rollout(keys, (1,), 0)}.items():
+    for name, make in {"actor": lambda: Actor(keys, 1), "rollout": lambda: Rollout(keys, (1,))}.items():
         with made_in(WorkerContext(role=name, local_world_size=2), siblings):
             siblings[name] = make()
     actor, rollout = siblings["actor"], siblings["rollout"]
@@ -241,19 +224,19 @@ def test_the_reference_may_wait_in_host_memory(config: Callable[..., Config]) ->
         Reference(config(f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}")).compute_ref_log_prob(rows(4))
         for offload in ("false", "true")
     )
-    torch.testing.assert_close(here.batch["ref_log_prob"], away.batch["ref_log_prob"])
+    torch.testing.assert_close(pad_ragged(here.batch["ref_log_prob"]), pad_ragged(away.batch["ref_log_prob"]))
 
 
 def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Callable[..., Config]) -> None:
     keys = config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false").critic
-    model = torch.nn.Linear(8, 1)
+    model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
 
     class Linear(TrainedRole):
         scale = float("nan")
 
-        def loss_of(self, part: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            return model(part["attention_mask"].float()).sum() * self.scale, {}
+        def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            return model(columns["response_mask"].float()).sum() * self.scale, {}
 
     role = Linear(config(), Role.Critic, None, keys, "critic.model", keys.model)
     role.train(model, keys.model.fsdp_config, num_training_steps=1)

@@ -13,9 +13,10 @@ from rolepool.algorithm import entropy_from_logits, logprobs_from_logits
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.forward import response_log_probs, response_values
 from rolepool.models.loading import load_critic, load_policy
-from rolepool.models.packing import Packing
+from rolepool.models.packing import TokenRows
+from rolepool.protocol import pad_ragged, ragged
 
-PROMPT, RESPONSE, VOCABULARY = 6, 5, 40
+VOCABULARY = 40
 WINDOW = 3
 
 
@@ -35,18 +36,14 @@ def write_model(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def ragged() -> dict[str, Tensor]:
-    lengths = [(6, 5), (1, 2), (3, 0), (0, 0), (4, 4)]
-    mask = torch.zeros(len(lengths), PROMPT + RESPONSE, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(lengths):
-        mask[row, PROMPT - prompt : PROMPT + response] = 1
-    ids = torch.randint(VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-        "responses": ids[:, PROMPT:],
-    }
+LENGTHS = [(6, 5), (1, 2), (3, 0), (0, 0), (4, 4)]
+"""Tokens of each prompt and response."""
+
+
+def rows() -> TokenRows:
+    prompts, responses = torch.tensor(LENGTHS).T
+    ids = torch.randint(VOCABULARY, (int((prompts + responses).sum()),), generator=torch.Generator().manual_seed(1))
+    return TokenRows.of({"input_ids": ragged(ids, prompts + responses), "num_prompt_tokens": prompts}, "cpu")
 
 
 def load(path: str, packed: bool) -> nn.Module:
@@ -55,24 +52,22 @@ def load(path: str, packed: bool) -> nn.Module:
 
 def scores_and_gradients(path: str, *, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     model = load(path, packed)
-    scores = torch.stack(response_log_probs(model, ragged(), temperature=0.9, packed=packed))
+    scores = torch.stack(response_log_probs(model, rows(), temperature=0.9, packed=packed))
     (scores[0].sum() + 0.3 * scores[1].sum()).backward()
     return scores.detach(), {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
 
 def one_by_one(path: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Each sequence on its own, through Hugging Face's model as it is and all logits."""
-    batch = ragged()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
-    scores = torch.zeros(2, *batch["responses"].shape, dtype=torch.float64)
-    for row, mask in enumerate(batch["attention_mask"].bool()):
-        num = int(mask[PROMPT:].sum())
+    all_scores = []
+    for ids, (_, num) in zip(rows().ids.split([sum(row) for row in LENGTHS]), LENGTHS, strict=True):
         if num:
-            ids = batch["input_ids"][row, mask]
             logits = model(ids[None]).logits[0, -num - 1 : -1] / 0.9
             chosen, entropies = logprobs_from_logits(logits, ids[-num:]), entropy_from_logits(logits)
             (chosen.sum() + 0.3 * entropies.sum()).backward()
-            scores[:, row, :num] = torch.stack((chosen, entropies)).detach()
+            all_scores.append(torch.stack((chosen, entropies)).detach())
+    scores = torch.cat(all_scores, dim=1)
     return scores, {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
 
@@ -101,27 +96,45 @@ def test_a_window_changes_what_is_computed(tmp_path: Path) -> None:
     assert not torch.allclose(one, other, atol=1e-6)
 
 
-def test_what_is_packed_comes_from_the_mask() -> None:
-    packing = Packing.of(ragged()["attention_mask"], RESPONSE, torch.device("cpu"))
-    assert packing.starts.tolist() == [0, 11, 14, 17, 25] and packing.starts.dtype == torch.int32
-    assert packing.longest == 11
-    assert packing.before_responses.tolist() == [5, 6, 7, 8, 9, 11, 12, 20, 21, 22, 23]
-    assert packing.responses.tolist() == [0, 1, 2, 3, 4, 5, 6, 20, 21, 22, 23]
-    assert len(packing.tokens) == 25
+def test_packed_inputs_are_all_tokens_in_one_row_and_where_sequences_start() -> None:
+    inputs, places = rows().packed_inputs()
+    starts = inputs["cu_seq_lens_q"]
+    assert isinstance(starts, Tensor)
+    assert starts.tolist() == [0, 11, 14, 17, 25] and starts.dtype == torch.int32
+    assert inputs["max_length_q"] == 11
+    assert torch.equal(inputs["position_ids"], torch.cat([torch.arange(n) for n in (11, 3, 3, 8)])[None])  # type: ignore[arg-type]
+    assert places.tolist() == [5, 6, 7, 8, 9, 11, 12, 20, 21, 22, 23]
+
+
+def test_padded_inputs_are_as_wide_as_the_longest_row() -> None:
+    inputs, places = rows().padded_inputs(pad_token_id=VOCABULARY)
+    ids = inputs["input_ids"]
+    assert isinstance(ids, Tensor) and ids.shape == (5, 11)
+    assert torch.equal(ids[inputs["attention_mask"].bool()], rows().ids)  # type: ignore[attr-defined]
+    assert (ids == VOCABULARY).sum(dim=1).tolist() == [0, 8, 8, 11, 3]
+    assert places.tolist() == [5, 6, 7, 8, 9, 11, 12, 47, 48, 49, 50]
+
+
+def test_values_of_response_tokens_become_padded_and_ragged() -> None:
+    tokens, lengths = rows(), [response for _, response in LENGTHS]
+    values = torch.arange(1.0, 12.0)
+    assert tokens.pad(values).tolist()[1] == [6, 7, 0, 0, 0]
+    assert torch.equal(tokens.pad(values), pad_ragged(tokens.ragged(values), 5))
+    assert [row.tolist() for row in tokens.ragged(values).unbind()] == [row.tolist() for row in values.split(lengths)]
 
 
 def test_values_of_a_model_in_16_bits_are_in_32(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     for packed, dtype in ((True, torch.float16), (False, torch.float16), (False, torch.float64)):
         model = load_critic(path, dtype=dtype, trust_remote_code=False, packed=packed)
-        values = response_values(model, ragged(), packed=packed)
+        values = response_values(model, rows(), packed=packed)
         assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def test_a_model_for_packed_passes_refuses_rows_whose_sequences_it_is_not_told(tmp_path: Path) -> None:
     model = load(write_model(tmp_path), packed=True)
     with pytest.raises(RolepoolError, match="use_remove_padding=false"):
-        model(input_ids=ragged()["input_ids"])
+        model(input_ids=rows().ids[None])
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path: Path) -> None:

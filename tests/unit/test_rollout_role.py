@@ -14,6 +14,8 @@ from rolepool.data.demo import Demo, make_demo
 from rolepool.errors import DataError, RolepoolError
 from rolepool.placement.memory import cache_room
 from rolepool.protocol import DataProto
+from rolepool.protocol.columns import same_tensor
+from rolepool.protocol.ragged import flat_values, lengths_of, split_tokens
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.rollout import Rollout
 
@@ -38,12 +40,16 @@ def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
     settings = [f"actor_rollout_ref.model.path={demo.model}", "data.max_prompt_length=8", "data.max_response_length=4"]
     config = load_config([], [*settings, *overrides]).config
     with made_in(WorkerContext(device=device)):
-        return Rollout(config, (1,), 0, torch.float64)
+        return Rollout(config, (1,), torch.float64)
 
 
 def leg(named: Iterable[tuple[str, Tensor]]) -> DataProto:
     """As the actor's `export_weights` gives them."""
     return DataProto.from_dict({name: tensor[None] for name, tensor in named})
+
+
+def log_probs(rollout: Rollout) -> Tensor:
+    return flat_values(rollout.generate_sequences(prompts()).batch["rollout_log_probs"])
 
 
 def prompts(count: int = 3) -> DataProto:
@@ -52,20 +58,38 @@ def prompts(count: int = 3) -> DataProto:
 
 
 def test_weights_that_come_in_legs_are_generated_with(demo: Demo, weights: dict[str, Tensor]) -> None:
-    rollout, named = make_rollout(demo), list(weights.items())
-    before = rollout.generate_sequences(prompts()).batch["rollout_log_probs"]
+    with_log_probs = "actor_rollout_ref.rollout.calculate_log_probs=true"
+    rollout, at_once = (make_rollout(demo, "cpu", with_log_probs) for _ in range(2))
+    named = list(weights.items())
+    before = log_probs(rollout)
     rollout.take_weights(leg(named[:5]))
     with pytest.raises(RolepoolError, match="failed halfway or has not ended"):
         rollout.generate_sequences(prompts())
     rollout.take_weights(leg(named[5:]))
     rollout.end_of_weights(3)
     assert rollout.engine.version == 3
-    at_once = make_rollout(demo)
     at_once.engine.update_weights(named, 3)
-    after = rollout.generate_sequences(prompts()).batch["rollout_log_probs"]
-    expected = at_once.generate_sequences(prompts()).batch["rollout_log_probs"]
-    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(after, before, atol=1e-3)
+    after = log_probs(rollout)
+    torch.testing.assert_close(after, log_probs(at_once), rtol=0, atol=1e-5)
+    assert after.shape != before.shape or not torch.allclose(after, before, atol=1e-3)
+
+
+def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> None:
+    asked = prompts()
+    asked.non_tensor_batch["raw_prompt_ids"][1] = [4, 5, 6, 3, 7]
+    sampled = make_rollout(demo).generate_sequences(asked)
+    assert sorted(sampled.batch.keys()) == ["input_ids", "num_prompt_tokens", "num_response_tokens"]
+    num_prompt, num_response = sampled.batch["num_prompt_tokens"], sampled.batch["num_response_tokens"]
+    assert num_prompt.tolist() == [3, 5, 3]
+    assert (num_response >= 1).all() and (num_response <= 4).all()
+    prompt_tokens, response_tokens = split_tokens(sampled.batch)
+    assert [row.tolist() for row in prompt_tokens.unbind()] == asked.non_tensor_batch["raw_prompt_ids"].tolist()
+    assert torch.equal(lengths_of(response_tokens), num_response)
+    with_log_probs = make_rollout(demo, "cpu", "actor_rollout_ref.rollout.calculate_log_probs=true")
+    both = with_log_probs.generate_sequences(asked)
+    assert same_tensor(both.batch["input_ids"], sampled.batch["input_ids"])
+    assert torch.equal(lengths_of(both.batch["rollout_log_probs"]), num_response)
+    assert both.batch["rollout_log_probs"].dtype == torch.float32
 
 
 def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: dict[str, Tensor]) -> None:
@@ -121,7 +145,7 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
     fraction = torch.cuda.get_per_process_memory_fraction()
     keep = ("actor_rollout_ref.rollout.free_cache_engine=false",)
     expected = make_rollout(demo, "cuda", *keep)
-    tokens = expected.generate_sequences(prompts()).batch["responses"]
+    tokens = expected.generate_sequences(prompts()).batch["input_ids"]
     cache = expected.engine._cache
     assert cache is not None and cache.num_slots == 3
     slot_bytes = cache.shape.slot_bytes(cache.length)
@@ -132,7 +156,7 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
         utilization = (held + 1.5 * slot_bytes) / (0.5 * total)
         part = f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization}"
         small = make_rollout(demo, "cuda", part, *keep)
-        assert torch.equal(small.generate_sequences(prompts()).batch["responses"], tokens)
+        assert same_tensor(small.generate_sequences(prompts()).batch["input_ids"], tokens)
         assert small.engine._cache is not None and small.engine._cache.num_slots == 1
         with pytest.raises(RolepoolError, match=r"raise actor_rollout_ref\.rollout\.gpu_memory_utilization"):
             tiny = f"actor_rollout_ref.rollout.gpu_memory_utilization={held / (0.5 * total)}"

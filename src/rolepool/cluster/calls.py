@@ -35,7 +35,7 @@ from rolepool.protocol.futures import (
     rows_with_keys,
     stripes_of,
 )
-from rolepool.protocol.remote import Producer, Reply, Rows, Share, batches_of, gather_rows, value_of
+from rolepool.protocol.remote import Producer, Reply, RowNumbers, Share, batches_of, gather_rows, value_of
 
 FETCH_TIMEOUT_S = 600.0
 
@@ -55,7 +55,7 @@ class StripeArgument:
     where: int | slice
     total: int | None
     keys: Keys = None
-    rows: Rows | None = None
+    rows: RowNumbers | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
+from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.remote import Producer, Reply, Share, leave_here
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
@@ -281,11 +282,11 @@ def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
     """How much a call handled, as its span tells it."""
     given = [value for value in arguments if isinstance(value, DataProto)]
     made = [result] if isinstance(result, DataProto) else []
-    masks = [batch.batch.get("attention_mask") for batch in (*made, *given) if batch.batch is not None]
+    tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
     return {
         "num_rows": max(map(len, given), default=0),
-        "num_tokens": next((int(mask.sum()) for mask in masks if mask is not None), 0),
-        "num_bytes": sum(tensor.nbytes for one in given if one.batch is not None for tensor in one.batch.values()),
+        "num_tokens": next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0),
+        "num_bytes": sum(num_bytes(tensor) for one in given if one.batch is not None for tensor in one.batch.values()),
     }
 
 

@@ -161,6 +161,8 @@ class Rollout(Section):
     """Decode without CUDA graphs."""
     free_cache_engine: bool = True
     """Give the KV cache's memory back while the rollout is not generating."""
+    calculate_log_probs: bool = False
+    """Return log-probs of sampled tokens, for the metrics `training/rollout_probs_diff_*` against the actor's."""
     max_num_seqs: Count = 1024
     """Most sequences in generation at once on one copy of the weights."""
     max_num_batched_tokens: Count = 8192

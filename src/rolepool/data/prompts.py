@@ -1,8 +1,8 @@
 """Prompts as token ids: rows of the data files, checked, put through the chat template and cut to length.
 
-Owns what a row must hold and what happens to a prompt that is too long. Every row is read and tokenized once when a
-`PromptSet` is made, so that a bad one is reported before any process starts; what stays in memory is the numbers of
-the rows that are used. Their tokens are made again when a row is asked for.
+Owns what a row must hold and what happens to a prompt that is too long. Every row is read and tokenized once, when a
+`PromptSet` is made, so that a bad one is reported before any process starts. The tokens stay in memory, four bytes
+each; everything else is read again when a row is asked for.
 
 Does not know epochs or batches, and of rewards only that there is one for every row.
 """
@@ -79,7 +79,10 @@ class PromptSet:
         num_rows = self._ends[-1] if max_samples < 0 else min(max_samples, self._ends[-1])
         if num_rows == 0:
             raise DataError(f"{key}: there are no rows in {', '.join(files)}")
+        self._token_ids = array("i")
+        """The tokens of all rows, one row after another, cut to length."""
         lengths, self.digest = self._check(num_rows)
+        self._starts = np.concatenate([[0], np.minimum(lengths, config.data.max_prompt_length).cumsum()])
         self._rows = self._choose(lengths)
         logger.info("%s: %d prompts of up to %d tokens", key, len(self), lengths[self._rows].max())
 
@@ -87,26 +90,23 @@ class PromptSet:
         return len(self._rows)
 
     def take(self, numbers: Sequence[int]) -> list[Prompt]:
-        """The prompts with these numbers, tokenized together."""
-        row_numbers = self._rows[list(numbers)].tolist()
-        names = [self._name(number) for number in row_numbers]
-        rows = [self._parse(number) for number in row_numbers]
-        all_ids = self._tokenize([row[self._data.prompt_key] for row in rows], names)
-        return [
-            Prompt(
-                token_ids=truncate(ids, self._data.max_prompt_length, self._data.truncation),
-                data_source=row["data_source"],
-                reward_model=row["reward_model"],
-                extra_info=row["extra_info"],
-                origin=name,
-            )
-            for ids, row, name in zip(all_ids, rows, names, strict=True)
-        ]
+        """The prompts with these numbers."""
+        return [self._prompt(number) for number in self._rows[list(numbers)].tolist()]
+
+    def _prompt(self, row_number: int) -> Prompt:
+        row = self._parse(row_number)
+        return Prompt(
+            token_ids=self._token_ids[self._starts[row_number] : self._starts[row_number + 1]].tolist(),
+            data_source=row["data_source"],
+            reward_model=row["reward_model"],
+            extra_info=row["extra_info"],
+            origin=self._name(row_number),
+        )
 
     # --- the one pass over all rows -------------------------------------------------------------------------------
 
     def _check(self, num_rows: int) -> tuple[Lengths, str]:
-        """Every prompt's length in tokens, and a digest of all tokens; bad rows are a DataError."""
+        """Every prompt's length in tokens, and a digest of all tokens, which are kept; bad rows are a DataError."""
         lengths = np.zeros(num_rows, dtype=np.int64)
         data_sources: set[str] = set()
         digest = hashlib.blake2b(digest_size=16)
@@ -129,6 +129,7 @@ class PromptSet:
             for number, ids in enumerate(self._tokenize(prompts, names), start=start):
                 lengths[number] = len(ids)
                 digest.update(array("q", [len(ids), *ids]).tobytes())
+                self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
         if num_bad > MAX_PROBLEMS_SHOWN:
             problems.append(f"{self.key}: {num_bad - MAX_PROBLEMS_SHOWN} more rows are bad, of {num_rows}")
         if problems:
@@ -221,9 +222,8 @@ def truncate(token_ids: list[int], max_length: int, mode: Truncation) -> list[in
         return token_ids
     if mode == "left":
         return token_ids[-max_length:]
-    if mode == "right":
+    if mode in ("right", "error"):  # with `error` a prompt that is too long is not used
         return token_ids[:max_length]
-    assert mode == "middle"  # with `error` no prompt that is too long is in the set
     num_first = max_length // 2
     return token_ids[:num_first] + token_ids[num_first - max_length :]
 

@@ -58,27 +58,44 @@ def packed_attention(
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         on_gpu: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window, **_GROUPED)
         return on_gpu.unsqueeze(0), None
-    return _padded_attention(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+    return _padded_attention(query, key, value, scaling, sliding_window, cu_seq_lens_q), None
 
 
 def _padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, starts: Tensor, longest: int
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, starts: Tensor
 ) -> Tensor:
-    """The same with sequences as rows, padded at their ends, where no token before looks: one call and no mask."""
-    places_l = torch.arange(longest, device=query.device)
-    real_nl = places_l < starts.diff()[:, None]
-    tokens_nl = torch.where(real_nl, starts[:-1, None] + places_l, 0)
-    query, key, value = (
-        states[0].index_select(1, tokens_nl.flatten()).unflatten(1, tokens_nl.shape).transpose(0, 1)
-        for states in (query, key, value)
-    )
-    mask = None
-    if window is not None and window < longest:
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    outputs_nhld = F.scaled_dot_product_attention(
+    """The same without a kernel for it: a call for all sequences whose lengths are between two powers of two."""
+    lengths = starts.diff()
+    sizes = lengths.float().log2().ceil()
+    outputs, places = [], []
+    for size in sizes.unique():
+        is_here = sizes == size
+        places_nl, real_nl = _padded_places(starts[:-1][is_here], lengths[is_here])
+        queries, keys, values = (
+            states[0].index_select(1, places_nl.flatten()).unflatten(1, places_nl.shape).transpose(0, 1)
+            for states in (query, key, value)
+        )
+        outputs.append(_causal_attention(queries, keys, values, scaling, window)[real_nl])
+        places.append(places_nl[real_nl])
+    return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
+
+
+def _padded_places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of sequences as rows, padded at their ends, where no token before looks; and which are not padding."""
+    columns_l = torch.arange(int(lengths.max()), device=lengths.device)
+    real_nl = columns_l < lengths[:, None]
+    return torch.where(real_nl, starts[:, None] + columns_l, 0), real_nl
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attention of [rows, heads, tokens, head_dim]; returns [rows, tokens, heads, head_dim]."""
+    length, mask = query.shape[2], None
+    if window is not None and window < length:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    outputs = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
-    return outputs_nhld.transpose(1, 2)[real_nl].unsqueeze(0)
+    return outputs.transpose(1, 2)
 
 
 def is_packed(model: Any) -> bool:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Rows = list[int]
 
-
-def by_rows(num_rows: int, rows_per_pass: int) -> list[Rows]:
+def by_rows(num_rows: int, rows_per_pass: int) -> list[list[int]]:
     """Passes of `rows_per_pass` rows, in order; the last may be smaller."""
     return [list(range(start, min(start + rows_per_pass, num_rows))) for start in range(0, num_rows, rows_per_pass)]
 
@@ -29,10 +27,10 @@ def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
     return min(count, max(1, len(lengths)))
 
 
-def balanced(lengths: Sequence[int], num_parts: int) -> list[Rows]:
+def balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """As many parts with about the same number of tokens: longest row first, each to the part with the fewest."""
     heap = [(0, 0, part) for part in range(num_parts)]
-    parts: list[Rows] = [[] for _ in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         tokens, size, part = heapq.heappop(heap)
         parts[part].append(row)
@@ -40,12 +38,12 @@ def balanced(lengths: Sequence[int], num_parts: int) -> list[Rows]:
     return [sorted(part) for part in parts]
 
 
-def balanced_equal(lengths: Sequence[int], num_parts: int) -> list[Rows]:
+def balanced_equal(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """As `balanced`, and every part has the same number of rows, which `num_parts` must divide."""
     assert len(lengths) % num_parts == 0
     capacity = len(lengths) // num_parts
     heap = [(0, part) for part in range(num_parts)]
-    parts: list[Rows] = [[] for _ in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         tokens, part = heapq.heappop(heap)
         parts[part].append(row)
@@ -61,7 +59,7 @@ def rank_order(
 
     Mini-batches are the given rows in order, so which rows are in one does not depend on the number of ranks.
     """
-    of_rank: list[Rows] = [[] for _ in range(num_ranks)]
+    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(lengths), rows_per_mini_batch):
         rows = range(start, min(start + rows_per_mini_batch, len(lengths)))
         inside = [lengths[row] for row in rows]
@@ -76,5 +74,5 @@ def rank_order(
     return np.asarray([row for rows in of_rank for row in rows], dtype=np.int64)
 
 
-def _loads(parts: list[Rows], lengths: Sequence[int]) -> list[int]:
+def _loads(parts: list[list[int]], lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[row] for row in part) for part in parts]

@@ -21,12 +21,13 @@ PEAK_FLOPS = {
 """Matrix operations per second in 16 bits, without sparsity, by a word of the GPU's name."""
 
 
-def model_utilization(shape: ModelShape | None, attention_mask: Tensor, seconds: float, device: str) -> float | None:
-    """Of one rank's update on these rows, between 0 and 1; None where shape or GPU are not known."""
+def model_utilization(shape: ModelShape | None, lengths: Tensor, seconds: float, device: str) -> float | None:
+    """The utilization by one rank's update on rows of these lengths, between 0 and 1; None if the model's shape or the
+    GPU's peak is not known."""
     peak = None if device == "cpu" else peak_flops(torch.cuda.get_device_name())
     if shape is None or peak is None:
         return None
-    return training_flops(shape, attention_mask.sum(dim=1)) / (seconds * peak)
+    return training_flops(shape, lengths) / (seconds * peak)
 
 
 def training_flops(shape: ModelShape, lengths: Tensor) -> float:

@@ -22,6 +22,9 @@ from rolepool.protocol.encoding import Encoded as Encoded
 from rolepool.protocol.encoding import encode as encode
 from rolepool.protocol.futures import CallFuture as CallFuture
 from rolepool.protocol.futures import DataProtoFuture as DataProtoFuture
+from rolepool.protocol.ragged import pad_ragged as pad_ragged
+from rolepool.protocol.ragged import ragged as ragged
+from rolepool.protocol.ragged import unpad as unpad
 from rolepool.protocol.worker import Dispatch as Dispatch
 from rolepool.protocol.worker import Execute as Execute
 from rolepool.protocol.worker import Worker as Worker

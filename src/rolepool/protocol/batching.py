@@ -14,6 +14,7 @@ from rolepool.errors import DataError
 from rolepool.protocol.columns import new_batch
 from rolepool.protocol.data import DataProto, DataProtoItem
 from rolepool.protocol.encoding import object_array
+from rolepool.protocol.ragged import is_ragged, ragged
 
 IS_PADDING_KEY = "is_padding"
 
@@ -102,8 +103,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
     """With the first dimensions of every column replaced by others of as many elements."""
     columns = data.columns()
-    if jagged := [key for key, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]:
-        raise DataError(f"jagged tensors cannot be folded: {jagged}")
+    if found := [key for key, column in columns.items() if is_ragged(column)]:
+        raise DataError(f"ragged columns cannot be folded: {found}")
     reshaped = {key: column.reshape(*new_dims, *column.shape[num_dims:]) for key, column in columns.items()}
     batch_size, device = (None, None) if data.batch is None else (new_dims[:1], data.batch.device)
     return DataProto.from_columns(reshaped, batch_size, dict(data.meta_info), device)
@@ -121,7 +122,7 @@ def _batch_of_one(item: DataProtoItem) -> DataProto:
     if item.batch is None:
         return DataProto(None, arrays)
     columns = {
-        key: torch.nested.nested_tensor([row], layout=torch.jagged) if key in item.jagged_keys else row.unsqueeze(0)
+        key: ragged(row, torch.tensor([len(row)])) if key in item.ragged_keys else row.unsqueeze(0)
         for key, row in item.batch.items()
     }
     return DataProto(new_batch(columns, [1, *item.batch.batch_size], item.batch.device), arrays)

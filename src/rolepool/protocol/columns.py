@@ -1,8 +1,8 @@
 """Operations on the columns of a batch: dicts of tensors or arrays that have one entry per row.
 
-Owns how rows are taken and joined, for dense tensors, jagged nested tensors (which torch itself can neither slice,
-index nor concatenate along rows) and numpy arrays, and when two values count as the same. Columns that share one
-offsets tensor share the new one as well: torch knows by that object that their rows have the same lengths.
+Owns how rows are taken and joined, for dense tensors, ragged columns and numpy arrays, and when two values count as
+the same. Columns that share one offsets tensor share the new one as well: torch knows by that object that their rows
+have the same lengths, and lets such columns be added or compared.
 
 Does not know DataProto.
 """
@@ -20,13 +20,13 @@ from tensordict import TensorDict
 from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError
-from rolepool.protocol.encoding import jagged_from_parts, jagged_parts, tensor_bytes
+from rolepool.protocol.encoding import tensor_bytes
+from rolepool.protocol.ragged import is_ragged, offsets_of, places_of, ragged_from_parts, ragged_parts
 
 Arrays = dict[str, npt.NDArray[Any]]
 Column = torch.Tensor | npt.NDArray[Any]
 Columns = dict[str, Column]
-Rows = builtins.slice | torch.Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
-_NewOffsets = dict[tuple[int, ...], tuple[Any, torch.Tensor]]  # by the ids of the old ones, which are kept alive
+RowIndex = builtins.slice | torch.Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
 
 
 class RowIndexError(DataError, IndexError):
@@ -36,8 +36,8 @@ class RowIndexError(DataError, IndexError):
 # --- taking and joining rows --------------------------------------------------------------------------------------
 
 
-def rows_of(index: Any, num_rows: int) -> Rows:
-    """The rows that a slice, a list, array or tensor of row numbers, or a bool mask selects of `num_rows`."""
+def rows_of(index: Any, num_rows: int) -> RowIndex:
+    """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool mask selects."""
     everything = np.arange(num_rows)
     if isinstance(index, builtins.slice):
         start, stop, step = index.indices(num_rows)
@@ -53,64 +53,47 @@ def rows_of(index: Any, num_rows: int) -> Rows:
     try:
         return torch.from_numpy(everything[rows])
     except IndexError as error:
-        raise RowIndexError(f"of a batch of {num_rows} rows: {error}") from None
+        raise RowIndexError(f"the batch has {num_rows} rows: {error}") from None
 
 
-def take_rows(columns: Mapping[str, Column], rows: Rows) -> Columns:
-    """These rows of every column: views for a slice (but of jagged tensors copies), copies for row numbers."""
-    new_offsets: _NewOffsets = {}
-    return {key: _take(column, rows, new_offsets) for key, column in columns.items()}
-
-
-def _take(column: Column, rows: Rows, new_offsets: _NewOffsets) -> Column:
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        return _take_jagged(column, torch.arange(len(column))[rows], new_offsets)
-    if isinstance(rows, builtins.slice):
-        return column[rows]
-    return column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]
-
-
-def _take_jagged(tensor: torch.Tensor, rows: torch.Tensor, new_offsets: _NewOffsets) -> torch.Tensor:
-    values, offsets, dim = jagged_parts(tensor)
-    rows = rows.to(offsets.device)
-    lengths = offsets.diff()[rows]
-    fresh = _offsets_of(lengths)
-    shift = torch.repeat_interleave(offsets[:-1][rows] - fresh[:-1], lengths)
-    taken = values.index_select(dim - 1, shift + torch.arange(int(fresh[-1]), device=offsets.device))
-    return jagged_from_parts(taken, new_offsets.setdefault((id(offsets),), (offsets, fresh))[1], dim)
+def take_rows(columns: Mapping[str, Column], rows: RowIndex) -> Columns:
+    """These rows of every column: views for a slice, copies for row numbers."""
+    taken: Columns = {}
+    places: dict[int, Any] = {}  # by the id of the offsets, so that columns that share them share the new ones
+    for key, column in columns.items():
+        if is_ragged(column):
+            values, offsets = ragged_parts(column)
+            if id(offsets) not in places:
+                places[id(offsets)] = (*places_of(offsets, rows), offsets)  # kept alive, as its id is the key
+            inside, new_offsets, _ = places[id(offsets)]
+            taken[key] = ragged_from_parts(values[inside], new_offsets)
+        elif isinstance(rows, builtins.slice):
+            taken[key] = column[rows]
+        else:
+            taken[key] = column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]
+    return taken
 
 
 def join_rows(parts: Sequence[Mapping[str, Column]]) -> Columns:
     """The rows of all parts, one after another, copied. The parts have the same keys."""
-    new_offsets: _NewOffsets = {}
     joined: Columns = {}
+    shared: dict[tuple[int, ...], Any] = {}  # new offsets by the ids of the old ones
     for key in parts[0]:
         column: list[Any] = [part[key] for part in parts]
         try:
             if isinstance(column[0], np.ndarray):
                 joined[key] = np.concatenate(column)
-            elif column[0].is_nested:
-                joined[key] = _join_jagged(column, new_offsets)
+            elif is_ragged(column[0]):
+                values, old_offsets = zip(*map(ragged_parts, column), strict=True)
+                ids = tuple(map(id, old_offsets))
+                if ids not in shared:
+                    shared[ids] = offsets_of(torch.cat([offsets.diff() for offsets in old_offsets])), old_offsets
+                joined[key] = ragged_from_parts(torch.cat(values), shared[ids][0])
             else:
                 joined[key] = torch.cat(column)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise DataError(f"{key!r} cannot be concatenated: {', '.join(map(describe, column))}") from error
     return joined
-
-
-def _join_jagged(column: list[torch.Tensor], new_offsets: _NewOffsets) -> torch.Tensor:
-    if not all(tensor.is_nested for tensor in column):
-        raise ValueError("dense and jagged tensors")
-    values, offsets, dims = zip(*map(jagged_parts, column), strict=True)
-    if len(set(dims)) > 1:
-        raise ValueError("jagged in different dimensions")
-    fresh = _offsets_of(torch.cat([one.diff() for one in offsets]))
-    shared = new_offsets.setdefault(tuple(map(id, offsets)), (offsets, fresh))[1]
-    return jagged_from_parts(torch.cat(values, dim=dims[0] - 1), shared, dims[0])
-
-
-def _offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
 
 
 # --- equality and union -------------------------------------------------------------------------------------------
@@ -118,17 +101,17 @@ def _offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
 def describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        kind = "jagged " if value.is_nested else ""
+        kind = "ragged " if value.is_nested else ""
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in dtype, shape and every element, where NaN equals NaN."""
-    if a.dtype != b.dtype or a.is_nested != b.is_nested:
+    if a.dtype != b.dtype or is_ragged(a) != is_ragged(b):
         return False
-    if a.is_nested:
-        return same_value(jagged_parts(a), jagged_parts(b))
+    if is_ragged(a):
+        return same_value(ragged_parts(a), ragged_parts(b))
     if a.shape != b.shape:
         return False
     same_bytes = np.array_equal(tensor_bytes(a), tensor_bytes(b))
@@ -204,12 +187,12 @@ def new_batch(columns: Mapping[str, torch.Tensor], batch_size: Sequence[int], de
 
 
 def wrong_tensors(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """What of these cannot be in a batch."""
+    """Say which of these cannot be in a batch, and why."""
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             yield f"batch[{key!r}] is a {type(value).__name__}, not a tensor (see from_tensordict)"
-        elif value.is_nested and value.layout != torch.jagged:
-            yield f"batch[{key!r}] is a strided nested tensor, which has no rows; make it with layout=torch.jagged"
+        elif not is_ragged(value) and value.is_nested:
+            yield f"batch[{key!r}] is a nested tensor without rows; make it with layout=torch.jagged, untransposed"
 
 
 def common_size(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ of Python objects) and `meta_info` (about the batch as a whole). The names and t
 
 What is shared and what is copied, for all operations: containers (the TensorDict, the two dicts) are new in every
 result, so adding or removing a key of a result never changes its source. Tensors and arrays are shared with the
-source by `select`, `slice`, `chunk`, `split` and integer indexing, and copied where rows are gathered or joined
-(`select_idxs`, `repeat`, `concat`, `padding`); the rows of jagged tensors are always copied. `union`, `pop`, `rename`,
-`reorder`, `padding` and `to` change the batch they are called on.
+source by `select`, `slice`, `chunk`, `split` and integer indexing, and copied if rows are gathered or joined
+(`select_idxs`, `repeat`, `concat`, `padding`). `union`, `pop`, `rename`, `reorder`, `padding` and `to` change the batch
+they are called on.
+
+Columns with a number per token are ragged (see `ragged`); `to_padded` makes the padded columns that verl's code reads.
 
 Does not know processes: `encoding` turns a batch into shared-memory buffers, `storage` into a file.
 """
@@ -36,7 +38,7 @@ from rolepool.protocol.columns import (
     Arrays,
     Column,
     Columns,
-    Rows,
+    RowIndex,
     common_size,
     describe,
     join_rows,
@@ -50,6 +52,7 @@ from rolepool.protocol.columns import (
     wrong_tensors,
 )
 from rolepool.protocol.encoding import Encoded, encode, object_array
+from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, num_bytes, pad_ragged, padded_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +68,10 @@ class DataProtoItem:
     batch: Any = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
-    jagged_keys: frozenset[str] = frozenset()  # so that `collate_fn` makes these jagged again
+    ragged_keys: frozenset[str] = frozenset()  # so that `collate_fn` makes these ragged again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info, self.jagged_keys)))
+        return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info, self.ragged_keys)))
 
 
 @dataclass(eq=False)
@@ -212,10 +215,9 @@ class DataProto:
         self.columns()
 
     def print_size(self, prefix: str = "") -> str:
-        """Log, and return, how many bytes the tensors and arrays take (of objects only the references)."""
-        batch = [] if self.batch is None else self.batch.values()
-        tensors = [tensor.values() if tensor.is_nested else tensor for tensor in batch]
-        sizes = [sum(column.nbytes for column in part) for part in (tensors, self.non_tensor_batch.values())]
+        """Log, and return, how many bytes the tensors and arrays take (objects count as their references)."""
+        parts = ({} if self.batch is None else self.batch, self.non_tensor_batch)
+        sizes = [sum(map(num_bytes, part.values())) for part in parts]
         text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
         text = f"{prefix}, {text}" if prefix else text
         logger.info(text)
@@ -401,6 +403,23 @@ class DataProto:
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
 
+    # --- padded -------------------------------------------------------------------------------------------------
+
+    def to_padded(
+        self, prompt_width: int | None = None, response_width: int | None = None, pad_token_id: int = 0
+    ) -> DataProto:
+        """The same batch with dense tensors [rows, width] for its ragged columns, for code that reads padded ones.
+
+        From `input_ids` and `num_prompt_tokens` come prompts (padded on the left), responses (on the right), both
+        together as input_ids, attention_mask, position_ids and response_mask. Other ragged columns hold a number per
+        response token: they get zeros on the right. A width that is not given is the longest row's.
+        """
+        columns = self.columns()
+        if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
+            columns.update(padded_tokens(columns, prompt_width, response_width, pad_token_id))
+        padded = {key: pad_ragged(one, response_width) if is_ragged(one) else one for key, one in columns.items()}
+        return self.like(padded, len(self))
+
     # --- where it lives -----------------------------------------------------------------------------------------
 
     def to(self, device: Any) -> DataProto:
@@ -438,17 +457,17 @@ class DataProto:
     def _keys(self) -> list[str]:
         return sorted(self.columns())
 
-    def _take(self, rows: Rows) -> DataProto:
-        return self.like(take_rows(self.columns(), rows), len(torch.arange(len(self))[rows]))
+    def _take(self, rows: RowIndex) -> DataProto:
+        num_rows = rows.stop - rows.start if isinstance(rows, builtins.slice) else len(rows)
+        return self.like(take_rows(self.columns(), rows), num_rows)
 
     def _item(self, row: int) -> DataProtoItem:
-        batch, jagged_keys = None, frozenset[str]()
-        if self.batch is not None:
-            columns = {key: tensor[row] for key, tensor in self.batch.items()}
-            batch = new_batch(columns, self.batch.batch_size[1:], self.batch.device)
-            jagged_keys = frozenset(key for key, tensor in self.batch.items() if tensor.is_nested)
-        values = {key: array[row] for key, array in self.non_tensor_batch.items()}
-        return DataProtoItem(batch, values, dict(self.meta_info), jagged_keys)
+        one = take_rows(self.columns(), builtins.slice(row, row + 1))
+        ragged = {key: flat_values(column) for key, column in one.items() if is_ragged(column)}
+        values = {key: ragged[key] if key in ragged else column[0] for key, column in one.items()}
+        objects = {key: values.pop(key) for key in self.non_tensor_batch}
+        batch = None if self.batch is None else new_batch(values, self.batch.batch_size[1:], self.batch.device)
+        return DataProtoItem(batch, objects, dict(self.meta_info), frozenset(ragged))
 
     def _replace_with(self, other: DataProto) -> None:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch

@@ -12,7 +12,7 @@ tensor on the mapping does. Where the memory cannot be mapped again (no /proc, n
 small messages, the bytes are copied.
 
 What does not travel: the device (CUDA tensors arrive on the CPU), `requires_grad`, strides, and subclasses of
-`torch.Tensor` other than Parameter and jagged nested tensors, which are left to pickle.
+`torch.Tensor` other than Parameter and ragged columns, which are left to pickle.
 
 Does not know Ray, batches, or what the tensors mean.
 """
@@ -37,6 +37,8 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from tensordict.base import TensorDictBase
+
+from rolepool.protocol.ragged import is_ragged, ragged_from_parts, ragged_parts
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +89,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is np.ndarray and not value.dtype.hasobject:
             raw = _array_bytes(value)
             return _array_from_bytes, (pickle.PickleBuffer(raw), value.dtype, value.shape)
-        if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
-            # Columns with one offsets tensor share it again on the other side, by which torch knows that their rows
-            # have the same lengths.
-            return jagged_from_parts, jagged_parts(value)
+        if is_ragged(value):
+            return ragged_from_parts, ragged_parts(value)  # columns with one offsets tensor share it again
         if isinstance(value, TensorDictBase):
             return TensorDict, (dict(value.items()), value.batch_size)
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
@@ -129,22 +129,6 @@ def object_array(items: Sequence[Any]) -> npt.NDArray[np.object_]:
     for i, item in enumerate(items):
         array[i] = item
     return array
-
-
-def jagged_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The values, offsets and dimension of a jagged tensor, without holes.
-
-    Row i is `values` from `offsets[i]` to `offsets[i + 1]`. The dimension is that of the jagged tensor whose length
-    varies (1, unless it was transposed); in `values`, which has no dimension of rows, it is one less.
-    """
-    jagged: Any = tensor  # torch types it as a plain Tensor, and has no public name for the ragged dimension
-    if jagged.lengths() is not None:
-        jagged = jagged.contiguous()
-    return jagged.values(), jagged.offsets(), int(jagged._ragged_idx)
-
-
-def jagged_from_parts(values: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
 
 
 # --- private views of shared memory -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rolepool.errors import DataError
 from rolepool.metrics import Span
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.remote import Producer, Reply, Rows, batches_of, gather_rows, pick_rows, value_of
+from rolepool.protocol.remote import Producer, Reply, RowNumbers, batches_of, gather_rows, pick_rows, value_of
 
 Keys = frozenset[str] | None
 """Which keys to take; None: all."""
@@ -88,7 +88,7 @@ class Stripe:
 
     source: tuple[Pending, ...] | DataProto
     keys: Keys = None
-    order: Rows | None = None
+    order: RowNumbers | None = None
 
     def num_rows(self) -> int:
         """Waits for the headers of a result where nothing else tells."""
@@ -216,7 +216,7 @@ def intersection(one: Keys, other: Keys) -> Keys:
     return one & other
 
 
-def rows_with_keys(batch: DataProto, rows: Rows | None, keys: Keys) -> DataProto:
+def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
     """These rows (None: all) of those of the keys that it has."""
     columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
     chosen = batch.like(columns, len(batch))

@@ -19,7 +19,7 @@ from rolepool.protocol.columns import merge_meta_info
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded, encode
 
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 INLINE_BYTES = 64 * 1024
 """The smallest keys of a batch travel in its header, up to this size together; the others are an object each."""
 
@@ -52,7 +52,7 @@ class Share:
         return self.size - self.num_real
 
     @property
-    def fetched(self) -> Rows:
+    def fetched(self) -> RowNumbers:
         """The rows to have at hand: the real ones, or the first of the batch where all are padding."""
         return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
 
@@ -128,7 +128,7 @@ def value_of(reply: Reply, fetch: Fetch) -> Any:
 
 
 def gather_rows(
-    batches: Sequence[RemoteBatch], rows: Rows | None, keys: Collection[str] | None, fetch: Fetch
+    batches: Sequence[RemoteBatch], rows: RowNumbers | None, keys: Collection[str] | None, fetch: Fetch
 ) -> DataProto:
     """Rows (None: all) of a batch that lies in stretches, one per rank. Fetches only what holds them."""
     ends = np.cumsum([batch.num_rows for batch in batches])
@@ -157,7 +157,7 @@ def gather_rows(
     return joined if is_in_order else joined[np.argsort(np.argsort(owner, kind="stable"))]
 
 
-def pick_rows(batch: DataProto, rows: Rows) -> DataProto:
+def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
     """The rows with these numbers, without a copy where they are next to each other."""
     is_stretch = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_stretch else batch[rows]

@@ -1,6 +1,6 @@
 """Batches as files: one safetensors file that also holds, as JSON, whatever is not a tensor. Never pickle.
 
-Owns the file format. Tensors are stored under `batch['<key>']`, so that any safetensors reader finds them; jagged ones
+Owns the file format. Tensors are stored under `batch['<key>']`, so that any safetensors reader finds them; ragged ones
 as values and offsets, and dtypes that safetensors lacks as bytes. The entry `json` (UTF-8 bytes) describes the rest:
 plain JSON values as they are, everything else as an object with one `$` key, arrays in it by the name of their entry.
 
@@ -24,7 +24,8 @@ from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError
 from rolepool.protocol.columns import Arrays
-from rolepool.protocol.encoding import jagged_from_parts, jagged_parts, object_array, tensor_bytes, tensor_from_bytes
+from rolepool.protocol.encoding import object_array, tensor_bytes, tensor_from_bytes
+from rolepool.protocol.ragged import is_ragged, ragged_from_parts, ragged_parts
 
 FORMAT = "rolepool.DataProto 1"
 
@@ -83,8 +84,8 @@ def _to_json(value: Any, where: str, entries: _Entries) -> Any:
     if isinstance(value, TensorDictBase):
         columns = {key: inner(tensor, key) for key, tensor in value.items()}
         return {"$batch": columns, "batch_size": list(value.batch_size)}
-    if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
-        return {"$jagged": [inner(part, i) for i, part in enumerate(jagged_parts(value))]}
+    if is_ragged(value):
+        return {"$jagged": [inner(part, i) for i, part in enumerate(ragged_parts(value))]}
     if isinstance(value, torch.Tensor) and value.dtype in _NATIVE_DTYPES:
         # A copy: safetensors refuses two entries in one storage.
         entries[where] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -125,7 +126,7 @@ def _from_json(node: Any, entries: _Entries) -> Any:
         case {"$bytes": name, "dtype": dtype, "shape": shape}:
             return tensor_from_bytes(entries[name].numpy(), getattr(torch, dtype), shape)
         case {"$jagged": parts}:
-            return jagged_from_parts(*inner(parts))
+            return ragged_from_parts(*inner(parts))
         case {"$array": name, "dtype": dtype, "shape": shape}:
             return np.frombuffer(bytearray(entries[name].numpy().tobytes()), np.dtype(dtype)).reshape(shape)
         case {"$scalar": array}:

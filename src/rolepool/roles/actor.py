@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_policy_loss_vanilla
 from rolepool.config import Config
-from rolepool.models.forward import response_log_probs
-from rolepool.models.packing import Batch
+from rolepool.models.forward import TokenScores, response_log_probs
+from rolepool.models.packing import TokenRows
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, MicroBatches, load_policy_of, offloads
+from rolepool.protocol.ragged import TOKENS
+from rolepool.roles.model_role import MicroBatches, load_policy_of, offloads
 from rolepool.roles.trained import TrainedRole
 
 
@@ -30,35 +33,41 @@ class Actor(TrainedRole):
         model = load_policy_of(config, dtype, packed=self.packed)
         self.train(model, models.actor.fsdp_config, num_training_steps)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs and entropys of the response tokens, under the weights as they are."""
+        """old_log_probs of the response tokens and the sum of each row's entropies, under the weights as they are."""
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            log_probs, entropies = self.in_passes(
-                "compute_log_prob",
-                data,
-                lambda part: response_log_probs(model, part, temperature=self.temperature, packed=self.packed),
-            )
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropies})
+            return self.in_passes("compute_log_prob", data, self._score)
+
+    def _score(self, rows: TokenRows) -> dict[str, Tensor]:
+        scores = self._log_probs(rows)
+        entropy_sums = rows.pad(scores.entropies.double()).sum(dim=1)
+        return {"old_log_probs": rows.ragged(scores.log_probs), "entropy_sums": entropy_sums}
+
+    def _log_probs(self, rows: TokenRows) -> TokenScores:
+        return response_log_probs(self.trained.model, rows, temperature=self.temperature, packed=self.packed)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=(*INPUTS, "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
+        reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         metrics, keys = self.update(data, ends_step), self.config.actor_rollout_ref.actor
         return {**metrics, "actor/kl_coef": keys.kl_loss_coef} if keys.use_kl_loss else metrics
 
-    def loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, mask = self.config.actor_rollout_ref.actor, part["response_mask"]
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask = self.config.actor_rollout_ref.actor, columns["response_mask"]
         mode = keys.loss_agg_mode
-        scores = response_log_probs(self.trained.model, part, temperature=self.temperature, packed=self.packed)
+        scores = self._log_probs(rows)
+        log_probs = rows.pad(scores.log_probs)
         loss, metrics = compute_policy_loss_vanilla(
-            part["old_log_probs"],
-            scores.log_probs,
-            part["advantages"],
+            columns["old_log_probs"],
+            log_probs,
+            columns["advantages"],
             mask,
             mode,
             clip_ratio_low=keys.clip_ratio_low,
@@ -68,13 +77,11 @@ class Actor(TrainedRole):
         )
         metrics["pg_loss"] = loss.detach()
         if keys.entropy_coeff != 0:
-            entropy = agg_loss(scores.entropies, mask, mode, counts=counts)
+            entropy = agg_loss(rows.pad(scores.entropies), mask, mode, counts=counts)
             loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
         if keys.use_kl_loss:
-            kl_loss = compute_kl_loss(
-                scores.log_probs, part["ref_log_prob"], mask, keys.kl_loss_type, mode, counts=counts
-            )
+            kl_loss = compute_kl_loss(log_probs, columns["ref_log_prob"], mask, keys.kl_loss_type, mode, counts=counts)
             loss = loss + keys.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
@@ -87,7 +94,7 @@ class Actor(TrainedRole):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def weight_names(self) -> list[str]:
-        """Of tied weights the first."""
+        """Names of all weights; tied weights are listed once."""
         names: dict[int, str] = {}
         for name, weight in self.trained.model.state_dict(keep_vars=True).items():
             names.setdefault(id(weight), name)
@@ -95,10 +102,12 @@ class Actor(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, names: list[str]) -> DataProto:
-        """Some weights, whole, as a batch of one row from rank 0 and of none from the others; as rollouts hold them,
-        which on GPUs is in 16 bits."""
+        """Some weights, whole, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a batch of one row. The
+        other ranks take part in gathering the weights, but copy nothing to host memory and return an empty batch."""
         dtype = None if self.device == "cpu" else torch.bfloat16
+        rows: dict[str, Tensor] = {}
         with self.trained.on_device(training=False) as model:
-            whole = whole_parameters(model, set(names))
-            rows = {name: tensor.detach().to(dtype=dtype).cpu().unsqueeze(0) for name, tensor in whole}
-        return DataProto.from_dict({name: row if self.rank == 0 else row[:0] for name, row in rows.items()})
+            for name, tensor in whole_parameters(model, set(names)):
+                if self.rank == 0:
+                    rows[name] = tensor.detach().to(dtype=dtype).cpu().unsqueeze(0)
+        return DataProto.from_dict(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,11 @@ from rolepool.algorithm import LossCounts, compute_value_loss, masked_sum
 from rolepool.config import Config
 from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic
-from rolepool.models.packing import Batch
+from rolepool.models.packing import TokenRows
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.roles.model_role import INPUTS, MicroBatches, offloads
+from rolepool.protocol.ragged import TOKENS
+from rolepool.roles.model_role import MicroBatches, offloads
 from rolepool.roles.trained import TrainedRole
 
 
@@ -34,29 +37,32 @@ class Critic(TrainedRole):
         )
         self.train(model, keys.model.fsdp_config, num_training_steps)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=INPUTS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            (values,) = self.in_passes(
-                "compute_values", data, lambda part: (response_values(model, part, packed=self.packed),)
-            )
-        return DataProto.from_dict({"values": values})
+            return self.in_passes("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
+
+    def _values(self, rows: TokenRows) -> Tensor:
+        return response_values(self.trained.model, rows, packed=self.packed)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
         blocking=False,
-        reads=(*INPUTS, "response_mask", "values", "returns"),
+        reads=(*TOKENS, "values", "returns"),
     )
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         return self.update(data, ends_step)
 
-    def loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, mask = self.config.critic, part["response_mask"]
-        predicted = response_values(self.trained.model, part, packed=self.packed)
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask = self.config.critic, columns["response_mask"]
+        predicted = rows.pad(self._values(rows))
+        returns, values = columns["returns"], columns["values"]
         loss, clip_fraction = compute_value_loss(
-            predicted, part["returns"], part["values"], mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
+            predicted, returns, values, mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
         )
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}

@@ -6,25 +6,26 @@ of the GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_keys import Fsdp, RefFsdp
 from rolepool.models.loading import load_policy
-from rolepool.models.packing import Batch, rows_on
+from rolepool.models.packing import TokenRows
 from rolepool.placement import Role
 from rolepool.placement.advice import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProto, Worker
+from rolepool.protocol.ragged import INPUT_IDS, TOKENS, lengths_of
 from rolepool.roles.passes import Passes
 
 MicroBatches = Mapping[str, MicroBatch]
 """By the name of an operation."""
-INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 
 class ModelRole(Worker):
@@ -33,22 +34,22 @@ class ModelRole(Worker):
         self.config = config
         self.packed = packed
         sizes = default_micro_batches(config, role) if micro_batches is None else micro_batches
+        width = config.data.max_prompt_length + config.data.max_response_length
         self.passes = {
-            operation.method: Passes(sizes[operation.name], self.device, packed)
+            operation.method: Passes(sizes[operation.name], self.device, packed, width)
             for operation, _ in ROLE_SPECS[role].batched
         }
 
     def in_passes(
-        self, method: str, data: DataProto, compute: Callable[[Batch], Sequence[Tensor]]
-    ) -> tuple[Tensor, ...]:
-        """What is computed of every row, in the order of rows and in host memory."""
-        batch = {key: data.batch[key] for key in INPUTS}
-        of_row: dict[int, tuple[Tensor, ...]] = {}
-        for rows in self.passes[method].cut(batch["attention_mask"]):
-            computed = compute(rows_on(self.device, batch, rows))
-            of_row.update(zip(rows, zip(*computed, strict=True), strict=True))
-        in_order = [of_row[row] for row in range(len(data))]
-        return tuple(torch.stack(column).cpu() for column in zip(*in_order, strict=True))
+        self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
+    ) -> DataProto:
+        """The columns that are computed from the tokens of micro-batches, in the order of rows and in host memory."""
+        tokens = data.select(list(TOKENS), [], [])
+        passes = self.passes[method].cut(lengths_of(data.batch[INPUT_IDS]).tolist())
+        parts = [DataProto.from_dict(compute(TokenRows.of(tokens[rows].batch, self.device))) for rows in passes]
+        computed = DataProto.concat(parts).to("cpu")  # only now, so that passes do not wait for each other's results
+        computed.reorder(np.argsort([row for rows in passes for row in rows]))
+        return computed
 
     def less_memory(self, method: str) -> list[str]:
         own = self.passes[method].smaller() if method in self.passes else []

@@ -17,11 +17,11 @@ from rolepool.config import Config
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.parts import part
+from rolepool.protocol.ragged import ragged
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import load_policy_of, remedies
 from rolepool.rollout.decoder import refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
-from rolepool.rollout.gpu import tensor_of
 from rolepool.rollout.kv_cache import room_on_gpu
 from rolepool.rollout.native import NativeEngine
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
@@ -31,13 +31,10 @@ Purpose = Literal["train", "validate", "baseline"]
 
 
 class Rollout(Worker):
-    def __init__(
-        self, config: Config, stop_token_ids: Sequence[int], pad_token_id: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, config: Config, stop_token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         self.config = config
         self.keys = config.actor_rollout_ref.rollout
         self.stop_token_ids = tuple(stop_token_ids)
-        self.pad_token_id = pad_token_id
         actor = self.siblings.get("actor")
         model, shard = None, None
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
@@ -95,30 +92,20 @@ class Rollout(Worker):
         )
 
     def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
-        """Prompts left-padded, responses right-padded, both to the lengths that the config allows."""
-        num, width, length = len(requests), self.config.data.max_prompt_length, self.config.data.max_response_length
-        num_prompt = torch.tensor([len(request.token_ids) for request in requests])
-        num_new = torch.tensor([len(completion.token_array) for completion in completions])
-        prompt_mask = torch.arange(width) >= width - num_prompt[:, None]
-        response_mask = torch.arange(length) < num_new[:, None]
-        prompts = torch.full((num, width), self.pad_token_id)
-        prompts[prompt_mask] = tensor_of(request.token_ids for request in requests)
-        responses = torch.full((num, length), self.pad_token_id)
-        responses[response_mask] = torch.from_numpy(np.concatenate([one.token_array for one in completions]))
-        log_probs = torch.zeros(num, length)
-        log_probs[response_mask] = torch.from_numpy(np.concatenate([one.log_prob_array for one in completions]))
-        attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
-        return DataProto.from_dict(
-            {
-                "prompts": prompts,
-                "responses": responses,
-                "input_ids": torch.cat([prompts, responses], dim=1),
-                "attention_mask": attention_mask,
-                "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-                "response_mask": response_mask.long(),
-                "rollout_log_probs": log_probs,
-            }
-        )
+        """Prompt and response of each row as one ragged column, and how many tokens of it are which."""
+        prompts = [np.asarray(request.token_ids, dtype=np.int64) for request in requests]
+        responses = [completion.token_array for completion in completions]
+        num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
+        tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
+        columns = {
+            "input_ids": ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response),
+            "num_prompt_tokens": num_prompt,
+            "num_response_tokens": num_response,
+        }
+        if self.keys.calculate_log_probs:
+            log_probs = np.concatenate([completion.log_prob_array for completion in completions])
+            columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
+        return DataProto.from_dict(columns)
 
     def less_memory(self, method: str) -> list[str]:
         section, own = "actor_rollout_ref.rollout", []
@@ -139,7 +126,7 @@ class Rollout(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights_here(self, version: int) -> None:
-        """Of the actor in this process: nothing to move where both use one model."""
+        """Take the weights of the actor in this process. Nothing is moved if both use one model."""
         actor = self.siblings["actor"]
         assert isinstance(actor, Actor)
         with actor.trained.on_device(training=False) as model, part("gather"):

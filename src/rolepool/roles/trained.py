@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +16,15 @@ from rolepool.algorithm import LossCounts
 from rolepool.config import Config
 from rolepool.config.model_keys import Actor, Critic, CriticModel, Fsdp, PolicyModel
 from rolepool.models.checkpoint import load_trained, save_trained
-from rolepool.models.packing import Batch, rows_on
+from rolepool.models.packing import TokenRows, on_device
 from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel
 from rolepool.models.utilization import model_utilization
 from rolepool.placement import Role
 from rolepool.placement.estimate import shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
-from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.protocol import IS_PADDING_KEY, DataProto, Dispatch, register
+from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, flat_values, is_ragged, lengths_of
 from rolepool.roles.model_role import MicroBatches, ModelRole
 
 
@@ -66,8 +66,13 @@ class TrainedRole(ModelRole):
         if self.checkpointing and self.device != "cpu":
             self.trained.recompute_activations(bool(self.passes[f"update_{self.role}"].size.recomputes))
 
-    def loss_of(self, part: Batch, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the rows of one pass, on the device, and metrics: shares that add up over passes and ranks."""
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
+
+        Columns are on the device, padded on the right: [rows, longest response], with their `response_mask`.
+        """
         raise NotImplementedError
 
     def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
@@ -81,16 +86,17 @@ class TrainedRole(ModelRole):
         if ends_step:
             self.trained.num_updates += 1
         named = {f"{self.role}/{key}": value for key, value in metrics.items()}
-        used = model_utilization(self.shape, data.batch["attention_mask"], seconds, self.device)
+        used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, self.device)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
     def _step_through(self, data: DataProto) -> dict[str, float]:
         """What ranks must tell each other is told before the first mini-batch, and metrics are read after the last: in
         between the host never waits for the device."""
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
-        batches = [dict(data.batch[start : start + num_rows].items()) for start in range(0, len(data), num_rows)]
-        counts = count_losses([batch["response_mask"] for batch in batches], self.device)
-        cuts = [self.passes[f"update_{self.role}"].cut(batch["attention_mask"]) for batch in batches]
+        batches = data.split(num_rows)
+        counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
+        passes = self.passes[f"update_{self.role}"]
+        cuts = [passes.cut(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
         of_batches = [
             self.trained.step(cut, partial(self._loss_of_rows, batch, count))
             for batch, count, cut in zip(batches, counts, cuts, strict=True)
@@ -107,8 +113,15 @@ class TrainedRole(ModelRole):
             "skipped_updates": len(batches) - num_made,
         }
 
-    def _loss_of_rows(self, batch: Batch, counts: LossCounts, rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.loss_of(rows_on(self.device, batch, rows), counts)
+    def _loss_of_rows(
+        self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        part: DataProto = batch[rows]
+        tokens, kept = TokenRows.of(part.batch, self.device), kept_lengths(part)
+        of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}
+        columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
+        columns["response_mask"] = on_device(torch.arange(int(tokens.num_response.max())) < kept[:, None], self.device)
+        return self.loss_of(tokens, columns, counts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, folder: str) -> None:
@@ -121,13 +134,18 @@ class TrainedRole(ModelRole):
         load_trained(self.trained, Path(folder))
 
 
-def count_losses(response_masks: Sequence[Tensor], device: str) -> list[LossCounts]:
+def kept_lengths(data: DataProto) -> Tensor:
+    """The response tokens of each row that count in losses: none of a row that pads the batch."""
+    lengths: Tensor = lengths_of(data.batch[INPUT_IDS]) - data.batch[NUM_PROMPT_TOKENS]
+    return lengths if IS_PADDING_KEY not in data.batch else lengths * ~data.batch[IS_PADDING_KEY]
+
+
+def count_losses(lengths_of_batches: Iterable[Tensor], longest: int, device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""
-    mine = [LossCounts.of(mask) for mask in response_masks]
-    tokens = {f"tokens {number}": float(counts.num_tokens) for number, counts in enumerate(mine)}
-    sequences = {f"sequences {number}": float(counts.num_sequences) for number, counts in enumerate(mine)}
-    total = sum_over_ranks({**tokens, **sequences}, device)
-    return [
-        replace(counts, num_tokens=int(total[f"tokens {number}"]), num_sequences=int(total[f"sequences {number}"]))
-        for number, counts in enumerate(mine)
-    ]
+    counts = {
+        f"{kind} {number}": float(count)
+        for number, lengths in enumerate(lengths_of_batches)
+        for kind, count in (("tokens", lengths.sum()), ("sequences", (lengths > 0).sum()))
+    }
+    totals = list(map(int, sum_over_ranks(counts, device).values()))
+    return [LossCounts(*counted, float(longest)) for counted in zip(totals[::2], totals[1::2], strict=True)]

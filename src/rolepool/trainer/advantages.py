@@ -1,8 +1,8 @@
 """Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe them.
 
 The only place where the driver waits in a step. It fetches what advantages need, a few numbers per token, and leaves
-the rest where it is: where the reward has no KL penalty, log-probs may still be computed while the critic's update
-starts.
+the rest where it is: if the reward has no KL penalty, log-probs may still be computed while the critic's update
+starts. Columns are ragged outside, and padded here to the longest response, as the algorithms take them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rolepool.algorithm import (
@@ -19,12 +20,12 @@ from rolepool.algorithm import (
     compute_advantage,
     compute_explained_variance,
     get_kl_controller,
-    masked_mean,
 )
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
 from rolepool.metrics.spans import Span, driver_span
-from rolepool.protocol import DataProto, DataProtoFuture
+from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
+from rolepool.protocol.ragged import flat_values
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,26 @@ class Estimated:
     """What updates need beside what was computed by roles, and what it was estimated from."""
 
     batch: DataProto
-    masks: DataProto
+    """Ragged advantages and returns."""
+    sizes: DataProto
+    """The numbers of prompt and response tokens."""
     scored: DataProto
-    values: Tensor | None
+    tensors: dict[str, Tensor]
+    """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and values if any."""
     metrics: dict[str, float]
     span: Span
-    """Of the driver's own work, the waiting not included."""
+    """The driver's own work, without its waiting."""
+    limits: tuple[int, int]
+    """The most tokens that a prompt and a response may have."""
 
     @property
     def lengths(self) -> list[int]:
-        """Of each row in tokens."""
-        return self.masks.batch["attention_mask"].sum(dim=1).tolist()  # type: ignore[no-any-return]
+        """The number of tokens of each row."""
+        return sum(self.sizes.batch[key] for key in SIZES).tolist()  # type: ignore[no-any-return]
+
+
+SIZES = ("num_prompt_tokens", "num_response_tokens")
+PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
 
 
 class Estimator:
@@ -50,6 +60,7 @@ class Estimator:
 
     def __init__(self, config: Config) -> None:
         self.keys = config.algorithm
+        self.limits = (config.data.max_prompt_length, config.data.max_response_length)
         ctrl = self.keys.kl_ctrl
         self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
 
@@ -63,21 +74,24 @@ class Estimator:
         baselines: DataProtoFuture | None,
     ) -> Estimated:
         """Advantages and returns. `log_probs` are those of the actor and the reference, if a KL penalty needs them."""
-        masks = rollouts.get(keys=["response_mask", "attention_mask"])
+        sizes = rollouts.get(keys=SIZES)
+        lengths: Tensor = sizes.batch["num_response_tokens"]
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
         scored = scores.get()
-        tensors: dict[str, Tensor] = {"token_level_scores": scored.batch["token_level_scores"]}
+        tensors: dict[str, Tensor] = {"token_level_scores": at_last_token(scored.batch["scores"], mask)}
         for future in (values, *log_probs):
-            tensors.update(future.get().batch.items() if future is not None else ())
+            columns = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
+            tensors.update({key: pad_ragged(column) for key, column in columns})
         of_greedy = None
         if baselines is not None:  # one for each prompt, whose samples stand side by side
-            scores_of_prompts = baselines.get().batch["token_level_scores"].sum(dim=1)
+            scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
             of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
         given = (rollouts, scores, values, *log_probs, baselines)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
-            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, masks.batch["response_mask"], of_greedy)
-        made = {key: tensors[key] for key in ("token_level_scores", "token_level_rewards", "advantages", "returns")}
-        return Estimated(DataProto.from_dict(made), masks, scored, tensors.get("values"), metrics, ended())
+            metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
+            made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
+        return Estimated(made, sizes, scored, tensors, metrics, ended(), self.limits)
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
@@ -108,34 +122,50 @@ class Estimator:
         return metrics
 
 
-def describe(estimated: Estimated, entropies: Tensor) -> dict[str, float]:
-    """Score, reward, advantage, return, value and length metrics of the batch."""
-    tensors, values = estimated.batch.batch, estimated.values
-    mask, attention_mask = (estimated.masks.batch[name] for name in ("response_mask", "attention_mask"))
-    response = mask.sum(dim=1).float()
+def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """[rows, response]: each row's score at the last token of its response, zero elsewhere."""
+    places = torch.arange(response_mask.shape[1])
+    last = torch.where(response_mask.bool(), places, -1).amax(dim=1, keepdim=True)
+    return torch.where((places == last) & (last >= 0), scores.unsqueeze(1), 0.0).to(scores.dtype)
+
+
+def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
+    """Score, reward, advantage, return, value, length and entropy metrics of the batch."""
+    tensors, advantages = estimated.tensors, estimated.batch.batch
+    num_prompt, num_response = (estimated.sizes.batch[key] for key in SIZES)
     columns = {
-        "critic/score": tensors["token_level_scores"].sum(dim=1),
+        "critic/score": estimated.scored.batch["scores"],
         "critic/rewards": tensors["token_level_rewards"].sum(dim=1),
-        "critic/advantages": tensors["advantages"][mask.bool()],
-        "critic/returns": tensors["returns"][mask.bool()],
-        "response_length": response,
-        "prompt_length": attention_mask.sum(dim=1).float() - response,
+        "critic/advantages": flat_values(advantages["advantages"]),
+        "critic/returns": flat_values(advantages["returns"]),
+        "response_length": num_response,
+        "prompt_length": num_prompt,
     }
-    metrics = {"actor/entropy": float(masked_mean(entropies, mask))}
-    if values is not None:
-        columns["critic/values"] = values[mask.bool()]
+    metrics = {"actor/entropy": float(scored.batch["entropy_sums"].sum() / num_response.sum().clamp(min=1))}
+    if "values" in tensors:
+        values, mask = tensors["values"], torch.arange(tensors["values"].shape[1]) < num_response[:, None]
+        columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
+    if "rollout_log_probs" in scored.batch:
+        metrics.update(rollout_difference(scored))
     for name, column in columns.items():
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
         metrics[f"{name}/min"] = float(column.min())
-    limits = {"response_length": mask.shape[1], "prompt_length": attention_mask.shape[1] - mask.shape[1]}
-    for name, limit in limits.items():
+    for name, limit in zip(("prompt_length", "response_length"), estimated.limits, strict=True):
         metrics[f"{name}/clip_ratio"] = float((columns[name] >= limit).float().mean())
     for name, array in estimated.scored.non_tensor_batch.items():
         metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
-    metrics["perf/total_num_tokens"] = float(attention_mask.sum())
+    metrics["perf/total_num_tokens"] = float((num_prompt + num_response).sum())
     return metrics
+
+
+def rollout_difference(scored: DataProto) -> dict[str, float]:
+    """How far the probabilities of the sampled tokens are apart, as the rollout and as the actor computed them."""
+    rollout, actor = (flat_values(scored.batch[key]).double().exp() for key in ("rollout_log_probs", "old_log_probs"))
+    apart = (rollout - actor).abs()
+    statistics = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
+    return {f"training/rollout_probs_diff_{name}": float(value) for name, value in statistics.items()}
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:

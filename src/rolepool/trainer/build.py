@@ -62,7 +62,7 @@ def build_roles(
 
     # The actor comes before the rollout, which shares its weights where they share a process.
     add(Role.Actor, Actor, max(0, num_training_steps - config.trainer.critic_warmup))
-    add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tokenizer.pad_token_id, tensor_parallel=ranks_per_copy)
+    add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tensor_parallel=ranks_per_copy)
     add(Role.RefPolicy, Reference)
     add(Role.Critic, Critic, num_training_steps)
     add(Role.RewardModel, RewardModel, tokenizer.pad_token_id)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from rolepool.placement.roles import trained_roles
 
 if TYPE_CHECKING:
+    from rolepool.cluster import WorkerGroup
     from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
 
     Batch = DataProto | DataProtoFuture
@@ -38,14 +39,16 @@ class ReferenceCalls(Protocol):
 
 class TrainedCalls(Protocol):
     @property
+    def group(self) -> WorkerGroup:
+        """The processes that the role lives in."""
+
+    @property
     def dp_size(self) -> int:
         """The number of parts that a batch is split into."""
 
     def save_checkpoint(self, folder: str) -> CallFuture: ...
 
     def load_checkpoint(self, folder: str) -> CallFuture: ...
-
-    def sees(self, path: str) -> CallFuture: ...
 
 
 class ActorCalls(TrainedCalls, Protocol):

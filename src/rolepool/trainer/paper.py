@@ -69,6 +69,9 @@ class PaperBatch:
     def reorder(self, order: object) -> PaperBatch:
         return self
 
+    def select(self, keys: object) -> PaperBatch:
+        return self
+
     def __getitem__(self, rows: object) -> PaperBatch:
         return self
 

@@ -28,7 +28,7 @@ def step_row(
         "training/global_step": float(step.number),
         **_update_metrics(step),
         **step.estimated.metrics,
-        **describe(step.estimated, step.log_probs.get(keys=["entropys"]).batch["entropys"]),
+        **describe(step.estimated, step.scored.get()),
     }
     times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)

@@ -45,8 +45,8 @@ class StepCalls:
     number: int
     calls: dict[str, list[CallFuture]]
     estimated: Estimated
-    log_probs: DataProtoFuture
-    """Of the policy that generated, with entropies."""
+    scored: DataProtoFuture
+    """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they are compared."""
 
 
 def ppo_step(
@@ -100,7 +100,8 @@ def learn(
         "update_actor": actor_updates,
         "update_weights": synced,
     }
-    return StepCalls(number, calls, estimated, old)
+    compared = ("rollout_log_probs", "old_log_probs") if config.actor_rollout_ref.rollout.calculate_log_probs else ()
+    return StepCalls(number, calls, estimated, rollouts.union(old).select(["entropy_sums", *compared]))
 
 
 def update_orders(

@@ -14,6 +14,7 @@ from rolepool.config import Config
 from rolepool.data import PromptSet, validation_batches
 from rolepool.metrics import Span
 from rolepool.protocol import DataProto
+from rolepool.protocol.ragged import TOKENS, rows_of_responses
 from rolepool.trainer.advantages import repeated
 from rolepool.trainer.calls import Roles
 
@@ -39,15 +40,15 @@ def validate(config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTra
         rows = repeated(batch, num_samples)
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        scores = scored.get(keys=["token_level_scores"]).batch["token_level_scores"].sum(dim=1).double().numpy()
+        scores = scored.get(keys=["scores"]).batch["scores"].double().numpy()
         for source, of_prompt in zip(
             batch.non_tensor_batch["data_source"], scores.reshape(-1, num_samples), strict=True
         ):
             scores_of.setdefault(source, []).append(of_prompt)
         wanted = min(len(rows), NUM_SAMPLES - len(samples))
         if wanted:
-            responses = rollouts.get(keys=["responses", "response_mask"])[:wanted]
-            samples.extend(_texts(rows[:wanted], responses, scores, tokenizer))
+            sampled = rollouts.get(keys=TOKENS)[:wanted]
+            samples.extend(_texts(rows[:wanted], sampled, scores, tokenizer))
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics: dict[str, float] = {}
     for source, table in scores_of.items():
@@ -58,15 +59,13 @@ def validate(config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTra
 
 
 def _texts(
-    rows: DataProto, responses: DataProto, scores: Any, tokenizer: PreTrainedTokenizerBase
+    rows: DataProto, sampled: DataProto, scores: Any, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
     columns = rows.non_tensor_batch
-    for index, (tokens, mask) in enumerate(
-        zip(responses.batch["responses"], responses.batch["response_mask"], strict=True)
-    ):
+    for index, response in enumerate(rows_of_responses(sampled.batch)):
         yield {
             "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
-            "response": tokenizer.decode(tokens[mask.bool()], skip_special_tokens=True),
+            "response": tokenizer.decode(response, skip_special_tokens=True),
             "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
             "score": float(scores[index]),
             "data_source": columns["data_source"][index],

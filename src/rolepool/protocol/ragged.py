@@ -1,0 +1,141 @@
+"""Ragged columns: rows of different lengths, stored as one flat tensor and the offsets at which rows start.
+
+Owns the one form that such columns have, torch's jagged nested tensors whose second dimension varies, and the step
+from there to padded tensors and back. torch itself can neither slice, index nor join them along rows, and its own
+functions for making and reading them take ten times as long as what is done here.
+
+The tokens of a row are its prompt and its response: the ragged column `input_ids`, with `num_prompt_tokens` of each
+row beside it. Position ids and masks follow from the two, so they do not travel.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor  # torch has no public name for it
+
+from rolepool.errors import DataError
+
+INPUT_IDS, NUM_PROMPT_TOKENS = TOKENS = ("input_ids", "num_prompt_tokens")
+
+
+def is_ragged(column: object) -> TypeGuard[NestedTensor]:
+    """Whether this is a ragged column. It is False for nested tensors that vary in another dimension."""
+    return isinstance(column, NestedTensor) and column._ragged_idx == 1
+
+
+def ragged(values: Tensor, lengths: Tensor) -> Tensor:
+    """The column whose row i has `lengths[i]` of the values, in order."""
+    return ragged_from_parts(values, offsets_of(lengths.to(values.device)))
+
+
+def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
+    """The column whose row i is `values[offsets[i] : offsets[i + 1]]`. Gradients do not pass through it."""
+    return NestedTensor(values.detach(), offsets)
+
+
+def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of a ragged column, without holes, and its offsets."""
+    nested: Any = column
+    if nested._lengths is not None:  # there are holes between its rows, as `torch.nested.narrow` leaves them
+        nested = nested.contiguous()
+    return nested._values, nested._offsets
+
+
+def flat_values(column: Tensor) -> Tensor:
+    """The values of all rows, one after another."""
+    return ragged_parts(column)[0]
+
+
+def lengths_of(column: Tensor) -> Tensor:
+    """The number of values of each row."""
+    return ragged_parts(column)[1].diff()
+
+
+def num_bytes(column: Any) -> int:
+    """The bytes of a column's values: a ragged or dense tensor, or an array."""
+    return int((flat_values(column) if is_ragged(column) else column).nbytes)
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def places_of(offsets: Tensor, rows: builtins.slice | Tensor) -> tuple[builtins.slice | Tensor, Tensor]:
+    """Where the values of these rows are (as a slice if the rows are one), and the offsets of a column of them."""
+    if isinstance(rows, builtins.slice):
+        inside = offsets[rows.start : rows.stop + 1]
+        if not len(inside):
+            return builtins.slice(0, 0), offsets.new_zeros(1)
+        return builtins.slice(int(inside[0]), int(inside[-1])), inside - inside[0]
+    rows = rows.to(offsets.device)
+    lengths = offsets.diff()[rows]
+    fresh = offsets_of(lengths)
+    shift = torch.repeat_interleave(offsets[:-1][rows] - fresh[:-1], lengths)
+    return shift + torch.arange(len(shift), device=offsets.device), fresh
+
+
+# --- padded tensors -----------------------------------------------------------------------------------------------
+
+
+def pad_ragged(
+    column: Tensor, width: int | None = None, *, side: Literal["left", "right"] = "right", value: float = 0
+) -> Tensor:
+    """The column as [rows, width], with `value` on one side of shorter rows. The default width is the longest row's."""
+    values, offsets = ragged_parts(column)
+    lengths = offsets.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    width = longest if width is None else width
+    if longest > width:
+        raise DataError(f"a row of {longest} tokens cannot be padded to {width}")
+    padded = values.new_full((len(lengths), width, *values.shape[1:]), value)
+    padded[_is_real(lengths, width, side)] = values
+    return padded
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """The ragged column of the first `lengths[i]` entries of each row."""
+    return ragged(padded[_is_real(lengths, padded.shape[1], "right")], lengths)
+
+
+def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Tensor:
+    places = torch.arange(width, device=lengths.device)
+    return places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+
+
+def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The prompts and the responses of `input_ids`, as two ragged columns."""
+    ids, offsets = ragged_parts(batch[INPUT_IDS])
+    num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
+    is_prompt = torch.arange(len(ids), device=ids.device) < torch.repeat_interleave(offsets[:-1] + num_prompt, lengths)
+    return ragged(ids[is_prompt], num_prompt), ragged(ids[~is_prompt], lengths - num_prompt)
+
+
+def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
+    """The tokens of each response."""
+    _, responses = split_tokens(batch)
+    return torch.split(flat_values(responses), lengths_of(responses).tolist())
+
+
+def padded_tokens(
+    batch: Mapping[str, Any], prompt_width: int | None, response_width: int | None, pad_token_id: int
+) -> dict[str, Tensor]:
+    """The columns that code for padded batches reads: prompts padded on the left, responses on the right."""
+    halves = split_tokens(batch)
+    prompts = pad_ragged(halves[0], prompt_width, side="left", value=pad_token_id)
+    responses = pad_ragged(halves[1], response_width, value=pad_token_id)
+    response_mask = _is_real(lengths_of(halves[1]), responses.shape[1], "right").long()
+    prompt_mask = _is_real(lengths_of(halves[0]), prompts.shape[1], "left").long()
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        "response_mask": response_mask,
+    }
