@@ -101,7 +101,7 @@ def test_a_run_can_be_compared_with_itself(folders: list[Path]) -> None:
 def test_a_run_without_rows_is_refused(tmp_path: Path, folders: list[Path]) -> None:
     empty = write_run(tmp_path / "empty", num_steps=1)
     (empty / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"empty: its metrics.jsonl has no row"):
+    with pytest.raises(ConfigError, match=r"empty: its metrics.jsonl has no rows"):
         compare(read_runs([folders[0], empty]))
 
 
@@ -118,10 +118,10 @@ def test_work_that_differs_is_refused_key_by_key(tmp_path: Path, folders: list[P
     with pytest.raises(ConfigError) as refused:
         check_same_work(read_runs([folders[0], other]))
     assert refused.value.problems == (
-        "data.train_batch_size: the runs' work differs (64 in standard, 32 in other); "
-        "compare all the same with --force",
-        "actor_rollout_ref.rollout.n: the runs' work differs (1 in standard, 2 in other); "
-        "compare all the same with --force",
+        "data.train_batch_size: the work of the runs differs (64 in standard, 32 in other); "
+        "to compare them anyway, use --force",
+        "actor_rollout_ref.rollout.n: the work of the runs differs (1 in standard, 2 in other); "
+        "to compare them anyway, use --force",
     )
 
 
@@ -155,7 +155,7 @@ def test_the_command_refuses_such_runs_and_can_be_forced(
     arguments = ("compare", str(folders[0]), str(other), "--output-dir", str(tmp_path / "out"))
     refused = rolepool(*arguments)
     assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 2)
-    assert "actor_rollout_ref.actor.ppo_epochs: the runs' work differs (1 in standard, 2 in other)" in refused.err
+    assert "actor_rollout_ref.actor.ppo_epochs: the work of the runs differs (1 in standard, 2 in other)" in refused.err
     assert rolepool(*arguments, "--force").code == 0
 
 
@@ -222,8 +222,8 @@ def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_traini
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         run_placements(str(recipe), [], ["split", "standard"], say=print)
-    assert any("under standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
-    assert not any("under split" in problem for problem in refused.value.problems)
+    assert any("with standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
+    assert not any("with split" in problem for problem in refused.value.problems)
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,6 +1,6 @@
-"""Runs of the same work side by side: what took how long, and which differences are more than noise.
+"""Comparing runs of the same work: what took how long, and which differences are significant.
 
-Owns the comparison as numbers, as a table, a picture and a page. Every number comes from the runs' rows and spans.
+Owns the comparison as numbers, table, picture and page. Every number comes from the metrics and spans of the runs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rich.table import Table
 
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError
+from rolepool.files import write_atomically
 from rolepool.metrics.analysis import lanes, step_bounds
-from rolepool.metrics.run_folder import write_whole
 from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import distinct_names
-from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
-from rolepool.report.run import Run, read_run, value_at
+from rolepool.report.plots import grouped_bars, new_figure, save, style
+from rolepool.report.run import TIMING, Run, metric_names, points, read_run, value_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,23 +49,23 @@ WORK_KEYS = (
     "critic.ppo_mini_batch_size",
     "critic.ppo_epochs",
 )
-"""What a step has to do. Where it is done, and in which pieces, is what is compared."""
+"""The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
-"""With fewer, an interval would claim more than they say."""
+"""With fewer steps, no interval is given."""
 
 ONCE = ("(most)", "(last 10%)", "(last)")
-"""Ends of measures that are not of single steps."""
+"""How the names of measures end that a run has only once, not for each step."""
 
-LETTER = 0.0075
-"""Width of a letter in a bar, as a part of the time axis."""
+LETTER_WIDTH = 0.0075
+"""Width of a letter in a bar, as a fraction of the time axis."""
 
 T = TypeVar("T")
 
 
 class Ratio(NamedTuple):
-    """A mean over the first run's, with its bootstrap 95% interval."""
+    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval."""
 
     value: float
     low: float
@@ -79,7 +79,7 @@ class Ratio(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One measure of one run. A measure that is not of single steps has a mean only."""
+    """One measure of one run. Percentiles and ratio exist only if there is a value for each step."""
 
     measure: str
     run: str
@@ -98,29 +98,29 @@ class Line(NamedTuple):
 
 
 TABLE_WIDTH = 200
-"""In a file or a narrow terminal no column is cut."""
+"""Wide enough that no column is cut, whatever the terminal."""
 COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
-    """The runs by names that tell them apart, in the order given."""
+    """The runs by distinct names, in the given order."""
     return dict(zip(distinct_names([Path(folder) for folder in folders]), map(read_run, folders), strict=True))
 
 
 def check_same_work(runs: Mapping[str, Run]) -> None:
-    """Raises ConfigError with a line for each key that makes the runs' work differ."""
+    """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
     for key in WORK_KEYS:
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
-            problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
+            problems.append(f"{key}: the work of the runs differs ({shown}); to compare them anyway, use --force")
     if problems:
         raise ConfigError(problems)
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """Every measure of every run, by measure and then in the order of the runs; ratios to the first run."""
+    """A line for each measure and run, sorted by measure; ratios compare with the first run."""
     by_run = {name: _measures(run) for name, run in runs.items()}
     first = next(iter(by_run.values()))
     lines: list[Line] = []
@@ -137,7 +137,7 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio | None:
-    """Mean of `other` over mean of `first`, steps drawn with replacement for the interval; None over a zero mean."""
+    """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has mean 0."""
     one, two = np.asarray(first), np.asarray(other)
     if not one.mean():
         return None
@@ -163,45 +163,44 @@ def as_table(lines: Sequence[Line]) -> Table:
 
 
 def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """`comparison.png`, `.svg` and `.html` in the folder."""
+    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     with style():
         files = save(_picture(runs, lines), folder / "comparison", "png", "svg")
-    return [*files, write_whole(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
+    return [*files, write_atomically(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
 
 
 # Numbers
 
 
 def _after_warm_up(steps: list[T]) -> list[T]:
-    """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
+    """Leave out the warm-up: the first 10% of the steps, at least one and at most ten."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
 def _measures(run: Run) -> dict[str, list[float]]:
-    """What there is one of in each step, and what a run has one of: peaks of memory, and the reward at its end."""
-    if not run.rows:
-        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
+    """Values of each measure: one for each step, or one for the run (peak memory, final reward and validation)."""
+    if not run.metrics:
+        raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
     measures: dict[str, list[float]] = {}
-    rows = list(run.rows.values())
-    for row in _after_warm_up([row for row in rows if f"{TIMING}step" in row]):
+    for row in _after_warm_up([row for row in run.metrics.values() if f"{TIMING}step" in row]):
         for name, value in row.items():
             is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
             if (is_measure or name == "perf/throughput") and np.isfinite(value):
                 measures.setdefault(name, []).append(value)
-    peaks = {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
-    for name in sorted(peaks):
-        measures[f"{name} (most)"] = [max(row[name] for row in rows if name in row)]
-    if scores := [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]:
+    for name in metric_names(run.metrics):
+        if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
+            measures[f"{name} (most)"] = [max(value for _, value in points(run.metrics, name))]
+    if scores := [value for _, value in points(run.metrics, "critic/score/mean")]:
         measures["critic/score/mean (last 10%)"] = scores[-max(1, len(scores) // 10) :]
-    validations = [[value for name, value in row.items() if name.startswith("val-core/")] for row in rows]
-    if any(validations):
-        measures["val-core (last)"] = [values for values in validations if values][-1]
+    for row in run.metrics.values():
+        if values := [value for name, value in row.items() if name.startswith("val-core/")]:
+            measures["val-core (last)"] = values
     return measures
 
 
 def _in_order(measures: set[str]) -> list[str]:
-    """Times as in a step, its own before them; then what is of steps, and last what a run has one of."""
+    """The step's time, the operations' times in the order of a step, other measures of steps, measures of the run."""
     operations = in_step_order(name[len(TIMING) :] for name in measures if name.startswith(TIMING))
     timings = [f"{TIMING}{name}" for name in ("step", *(name for name in operations if name != "step"))]
     others = measures - {*timings}
@@ -213,7 +212,7 @@ def _in_order(measures: set[str]) -> list[str]:
 
 
 def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
-    """A typical step of each run over the mean times of its operations."""
+    """A typical step of each run, above the mean times of its operations."""
     means: dict[str, dict[str, float]] = {name: {} for name in runs}
     for line in lines:
         if line.measure.startswith(TIMING):
@@ -228,14 +227,14 @@ def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
 
 
 def _typical_step(run: Run) -> tuple[int, float, float]:
-    """The step of median duration, its start and its end."""
+    """The step with the median duration, its start and its end."""
     steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
     by_duration = sorted(steps, key=lambda step: step[2] - step[1])
     return by_duration[len(by_duration) // 2]
 
 
 def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step of each run, on one time axis."""
+    """The first rank of each pool in a typical step of each run, on a common time axis."""
     places = count()
     ticks: dict[int, str] = {}
     typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
@@ -254,7 +253,7 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
                 bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
                 axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
                 left, right = bars[0][0], sum(bars[-1])
-                if right - left > longest_s * LETTER * (len(operation) + 1):
+                if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
                     ink = "white" if colors[operation] in DARK else "black"
                     axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
         axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
@@ -281,5 +280,5 @@ def _page(lines: Sequence[Line], svg: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
         f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<pre>{escape(console.export_text())}</pre>\n"
-        "<p>Ratios are to the first run. Intervals: bootstrap over steps, the first of which are left out.</p></html>\n"
+        "<p>Ratios compare with the first run. Intervals: bootstrap over steps, without the first steps.</p></html>\n"
     )
