@@ -58,7 +58,7 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held_out = [value for row in rows for name, value in row.items() if name.startswith("val-core/")]
     assert held_out[0] < 0.3 and held_out[-1] >= 0.9
-    assert f"held out: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
+    assert f"validation: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
 
     steps = spans_by_step(tmp_path)
     phases, shorter_to_longer, into_next_generation = [], [], []

@@ -204,7 +204,7 @@ def test_a_prompt_that_is_too_long_is_an_error_with_its_place_its_length_and_the
     file = write_jsonl(tmp_path / "x.jsonl", row("a"), row("a b c"), row("a b c d e"))
     said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=3))
     assert said.startswith(f"{file}, line 2: the prompt has 4 tokens, more than data.max_prompt_length=3")
-    assert "2 of 3 prompts are, the longest has 6" in said
+    assert "2 of 3 prompts are too long, the longest has 6" in said
     assert "Set data.max_prompt_length=6, data.filter_overlong_prompts=true, or data.truncation=left" in said
 
 
@@ -216,13 +216,13 @@ def test_prompts_that_are_too_long_can_be_left_out(
         prompts = prompts_of(tokenizer, file, max_prompt_length=3, filter_overlong_prompts=True)
     assert [prompt.token_ids for prompt in prompts.take(range(len(prompts)))] == [[5, 3], [7, 3]]
     assert prompts.take([1])[0].origin == f"{file}, line 4"
-    assert "left out 2 of 4 prompts over data.max_prompt_length=3" in caplog.text
+    assert "2 of 4 prompts are longer than data.max_prompt_length=3 and are left out" in caplog.text
 
 
 def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("a b c d"))
     said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=2, filter_overlong_prompts=True))
-    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest 4)" in said
+    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest has 4)" in said
 
 
 # Bad rows
@@ -233,19 +233,25 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
     ("bad", "expected"),
     [
         (row(prompt=None), "has no 'prompt'; it has"),
-        (row(prompt=""), "prompt is an empty string"),
-        (row(prompt=[]), "prompt is an empty chat"),
-        (row(prompt=7), "prompt is int 7; it must be a list of {role, content} or a string"),
-        (row(prompt=["a"]), "prompt[0] is not a message {role, content}"),
-        (row(prompt=[{"content": "a"}]), "prompt[0] is not a message {role, content}"),
-        (row(prompt=[{"role": "user", "content": None}]), "prompt[0].content is NoneType; only text"),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "only text is supported"),
+        (row(prompt=""), "prompt=: String should have at least 1 character"),
+        (row(prompt=[]), "prompt=[]: List should have at least 1 item"),
+        (
+            row(prompt=7),
+            "prompt=7: Input should be a valid list; a prompt is a string, or a list of messages {role, content}",
+        ),
+        (row(prompt=["a"]), "prompt.0=a: Input should be a valid dictionary; a prompt is a string, or"),
+        (row(prompt=[{"content": "a"}]), "prompt.0.role: Field required"),
+        (row(prompt=[{"role": "user", "content": None}]), "prompt.0.content=null: Input should be a valid string"),
+        (
+            row(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
+            "prompt.0.content=[{type:image}]: Input should be a valid string",
+        ),
         (row(data_source=...), "has no 'data_source'; it has"),
-        (row(data_source=3), "data_source is int 3; it must be a string"),
+        (row(data_source=3), "data_source=3: Input should be a valid string"),
         (row(reward_model=...), "has no reward_model.ground_truth"),
         (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
-        (row(reward_model="rule"), "reward_model is str 'rule'; it must be an object"),
-        (row(extra_info=[1]), "extra_info is list [1]; it must be an object"),
+        (row(reward_model="rule"), "reward_model=rule: Input should be a valid dictionary"),
+        (row(extra_info=[1]), "extra_info=[1]: Input should be a valid dictionary"),
         (row(prompt="   "), "prompt has no tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -263,8 +269,8 @@ def test_a_bad_row_is_named_with_what_is_wrong_with_it(
     ("line", "expected"),
     [
         ('{"prompt": \n', "line 2: is not JSON"),
-        ("[\n", "line 2: begins a JSON list; write one object per line"),
-        ("3\n", "line 2: is a JSON int; every line holds one object"),
+        ("[\n", "line 2: starts a JSON list; write one object per line"),
+        ("3\n", "line 2: is a JSON int; write one object per line"),
     ],
 )
 def test_a_line_that_is_no_json_object_is_named(
@@ -283,9 +289,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, tokenizer: PreTrained
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
-        (row(prompt="a \ud83d"), "prompt holds half of a surrogate pair"),
-        (row(letters="a \udc00"), "prompt holds half of a surrogate pair"),
-        (row(data_source="exact_match/\ud800"), "data_source holds half of a surrogate pair"),
+        (row(prompt="a \ud83d"), "prompt='a \\ud83d': Input should be a valid string, unable to parse"),
+        (row(letters="a \udc00"), "the chat template of"),
+        (row(data_source="exact_match/\ud800"), "data_source='exact_match/\\ud800': Input should be"),
     ],
 )
 def test_half_a_character_is_named_with_its_column(
@@ -318,7 +324,7 @@ def test_of_many_bad_rows_the_first_five_are_shown_and_the_rest_counted(
     file = write_jsonl(tmp_path / "x.jsonl", *[row(data_source=...)] * 7, row())
     lines = problem(lambda: prompts_of(tokenizer, file)).splitlines()
     assert [line.split(":")[0].split(", ")[1] for line in lines[:5]] == [f"line {i}" for i in range(1, 6)]
-    assert lines[5:] == ["data.train_files: 2 more rows are bad, of 8"]
+    assert lines[5:] == ["data.train_files: 2 more of 8 rows are bad"]
 
 
 def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
@@ -336,7 +342,7 @@ def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
     [
         ("nowhere.jsonl", "there is no such file"),
         ("folder", "is a folder; name the .parquet or .jsonl files in it"),
-        ("table.csv", "are read from .parquet and .jsonl files, not from '.csv'"),
+        ("table.csv", "prompts must be .parquet or .jsonl files, not '.csv'"),
         ("broken.parquet", "cannot be read as Parquet"),
     ],
 )
@@ -354,7 +360,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_key(
 
 
 def test_remote_files_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert "only local files are read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
+    assert "only local files can be read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
 
 
 def test_no_files_and_no_rows_are_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -104,7 +104,7 @@ def test_prompts_that_cannot_be_read_are_named_with_their_key(rolepool: Rolepool
     keys = [f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
     keys += ["data.max_prompt_length=8", "data.max_response_length=4"]
     outcome = rolepool("train", *keys, f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'run'}")
-    assert_one_line(outcome, f"data.train_files={file}: cannot be read (Input/output error); name a file that can be")
+    assert_one_line(outcome, f"data.train_files={file}: cannot be read (Input/output error); name a readable file")
     assert not (tmp_path / "run").exists()
 
 

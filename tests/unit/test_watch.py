@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from synthetic_runs import write_run
 

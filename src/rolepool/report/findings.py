@@ -96,7 +96,7 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
     elif run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
         yield Finding(
             f"{observation}, and no other split of these GPUs makes a step shorter (an estimate: the measured spans, "
-            "scaled linearly). One pool for all roles leaves no GPU idle; pools that share GPUs use each other's idle time.",
+            "scaled linearly). One pool for all roles leaves no GPU idle; pools that share GPUs use each other's gaps.",
             numbers,
             ("placement.strategy=standard", "placement.split.share=0.5"),
         )

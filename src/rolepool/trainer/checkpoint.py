@@ -1,6 +1,6 @@
-"""Checkpoints of a run: what they hold beside the models, where a run goes on, and one as a Hugging Face folder.
+"""Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face folder.
 
-Owns `trainer.json` and which checkpoints are kept. What a model's folder looks like is `models.checkpoint`'s.
+Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, load_config
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, one_line
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models.checkpoint import (
     checkpoint_folder,
@@ -26,7 +26,7 @@ from rolepool.trainer.build import Roles
 
 
 class Position(BaseModel):
-    """Where a run stands between two steps, the models aside."""
+    """The state of a run between two steps, without the models."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The last whole one in the folder, whether it is to be gone on from or not."""
+        """The newest complete checkpoint in the folder."""
         return newest_checkpoint(self._folder.path)
 
     @property
@@ -58,7 +58,7 @@ class Checkpoints:
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
     def find(self) -> Path | None:
-        """The checkpoint to go on from; None starts anew."""
+        """The checkpoint to resume from; None starts a new run."""
         if self._keys.resume_mode == "disable":
             return None
         is_auto = self._keys.resume_mode == "auto"
@@ -69,17 +69,17 @@ class Checkpoints:
         if missing and is_auto:
             raise ConfigError(
                 f"trainer.resume_mode=auto: the newest checkpoint, {path}, has no {missing}; "
-                "go on with the keys it was saved under, or set trainer.resume_mode=disable to start anew"
+                "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
             )
         if missing:
             raise ConfigError(
-                f"trainer.resume_from_path={path}: no {missing} there; give the folder of a checkpoint, such as "
+                f"trainer.resume_from_path={path}: has no {missing}; give the folder of a checkpoint, such as "
                 "runs/NAME/checkpoints/step_000010"
             )
         return path
 
     def check_folder_is_shared(self, roles: Roles) -> None:
-        """Every rank that will save must see the driver's folder."""
+        """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
         probe = self._folder.path.absolute() / ".shared-folder-probe"
         probe.touch()
         try:
@@ -87,14 +87,14 @@ class Checkpoints:
                 blind = [rank for rank, sees in enumerate(role.sees(str(probe)).get()) if not sees]
                 if blind:
                     raise ConfigError(
-                        f"trainer.default_local_dir={self._keys.default_local_dir}: ranks {blind} of {name} do not see "
-                        "it; name a folder that all nodes share, or set trainer.save_freq=-1"
+                        f"trainer.default_local_dir={self._keys.default_local_dir}: ranks {blind} of {name} cannot "
+                        "access it; name a folder that all nodes share, or set trainer.save_freq=-1"
                     )
         finally:
             probe.unlink()
 
     def save(self, roles: Roles, position: Position) -> None:
-        """Write a whole checkpoint, then let go of those no longer kept."""
+        """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
         final = checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = temporary_folder(final)
         for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
@@ -107,24 +107,24 @@ class Checkpoints:
                 remove_old(self._folder.path, name, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
-        """Have all roles go on from a checkpoint."""
+        """Load a checkpoint into all roles."""
         for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
             call.get()
 
 
 def read_position(folder: Path) -> Position:
-    """The position that a checkpoint was made at."""
+    """The state of the run when the checkpoint was saved."""
     path = folder / "trainer.json"
     try:
         return Position.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path}: not a trainer state ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{path}: not a trainer state ({one_line(error)})") from None
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
-    """Write a role's model of a step (None: of the newest checkpoint) for `from_pretrained`; returns what was read."""
+    """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: not a run folder; no config.yaml is in it")
+        raise ConfigError(f"{run}: not a run folder (it has no config.yaml); give the folder of a run")
     saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
@@ -139,7 +139,7 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
 
 
 def _model_folder(path: str | None) -> Path:
-    """Where the model that was trained came from: a folder, or a hub id's files on this machine."""
+    """The folder of the original model: a local folder, or the local copy of a hub model."""
     if path is not None and Path(path).is_dir():
         return Path(path)
     try:
@@ -147,5 +147,5 @@ def _model_folder(path: str | None) -> Path:
     except OSError:
         found = None
     if found is None:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: not found; export where training found it")
+        raise ConfigError(f"actor_rollout_ref.model.path={path}: not found; run the export on a machine that has it")
     return Path(found).parent
