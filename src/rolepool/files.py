@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` after the block, or removed if the block fails."""
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         yield temporary
         temporary.replace(path)

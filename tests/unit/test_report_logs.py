@@ -11,6 +11,7 @@ from synthetic_runs import write_run
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import console_line
 from rolepool.report.logs import parse_log, read_logs, split_into_runs
+from rolepool.report.run import finite_values
 
 
 def parse(text: str) -> list[dict[int, dict[str, float]]]:
@@ -52,8 +53,8 @@ def test_not_a_number_is_kept_and_left_out_of_values(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("step:1 - a:nan - b:1\nstep:2 - a:np.float64(nan) - b:2\nstep:3 - a:3\n")
     (log,) = read_logs([tmp_path / "a.log"])
     assert math.isnan(log.metrics[1]["a"]) and math.isnan(log.metrics[2]["a"])
-    assert log.values("a") == ([3], [3.0])
-    assert log.values("b") == ([1, 2], [1.0, 2.0])
+    assert finite_values(log.metrics, "a") == ([3], [3.0])
+    assert finite_values(log.metrics, "b") == ([1, 2], [1.0, 2.0])
 
 
 def test_our_own_line_is_read_back() -> None:

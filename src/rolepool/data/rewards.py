@@ -9,14 +9,16 @@ Does not know tokens: its input is the text of the responses.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -156,11 +158,7 @@ def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
     module = _import_file(file)
     function = vars(module).get(custom.name)
     if function is None:
-        defined = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        defined = [name for name, value in inspect.getmembers(module, inspect.isfunction)]
         there = f"it has {', '.join(defined)}" if defined else "it defines no function"
         raise ConfigError(f"custom_reward_function.name={custom.name}: is not defined in {file}; {there}")
     _check_signature(function, custom.name, file)
@@ -192,16 +190,14 @@ def _score_by_data_source(data_source: str, solution_str: str, ground_truth: Any
 
 
 def _import_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ConfigError(f"custom_reward_function.path={file}: there is no such file")
     name = f"rolepool_custom_reward_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"custom_reward_function.path={file}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader(name, str(file))
+    spec = spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look for the module there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         reason = traceback.format_exception_only(error)[-1].strip()
@@ -210,21 +206,16 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _check_signature(function: Any, name: str, file: Path) -> None:
-    wanted = "(data_source, solution_str, ground_truth, extra_info=None)"
-    if not callable(function):
-        raise ConfigError(f"custom_reward_function.name={name}: is {type(function).__name__} in {file}, not a function")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"custom_reward_function.name={name}: is async in {file}; write it as a plain function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # builtins and C functions have no signature
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ConfigError(
-            f"custom_reward_function.name={name}: takes {signature} in {file}, but is called with {wanted}: {error}"
-        ) from error
+    with suppress(ValueError):  # builtins and C functions have no signature
+        try:
+            inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        except TypeError as error:
+            wanted = f"{name}(data_source, solution_str, ground_truth, extra_info=None)"
+            raise ConfigError(
+                f"custom_reward_function.name={name}: cannot be called as {wanted} in {file}: {error}"
+            ) from error
 
 
 def _as_scored(result: Any) -> Scored:

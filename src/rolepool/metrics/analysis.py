@@ -207,32 +207,26 @@ def _cut(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float)
     gaps: list[Gap] = []
     positions, starts = timeline.of_rank[pool, rank], timeline.starts_of_rank[pool, rank]
     first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
-    following = positions[last] if last < len(positions) else NONE
-
-    def idle(previous: int, following: int, since_s: float, until_s: float) -> None:
-        if previous != NONE:
-            call_end_s = min(timeline.call_end_s(previous), until_s)
-            if call_end_s > since_s:
-                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, since_s, call_end_s))
-                since_s = call_end_s
-        if since_s < until_s:
-            gaps.append((following, since_s, until_s))
-
     previous, filled_s = NONE, start_s
-    for position in positions[first:last]:
-        recorded = timeline[position]
-        span = recorded.span
-        if span.start_s > filled_s:
-            idle(previous, position, filled_s, span.start_s)
-            filled_s = span.start_s
-        if span.end_s > filled_s:
+    for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
+        position = positions[index] if index < len(positions) else NONE
+        begin_s = starts[index] if index < last else end_s
+        if begin_s > filled_s and previous != NONE:
+            call_end_s = min(timeline.call_end_s(previous), begin_s)
+            if call_end_s > filled_s:
+                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
+                filled_s = call_end_s
+        if begin_s > filled_s:
+            gaps.append((position, filled_s, begin_s))
+            filled_s = begin_s
+        if index < last and (recorded := timeline[position]).span.end_s > filled_s:
+            span = recorded.span
             if span.start_s < filled_s or span.end_s > end_s:
                 span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
                 recorded = recorded._replace(span=span)
             lane.spans.append(recorded)
             filled_s = span.end_s
         previous = position
-    idle(previous, following, filled_s, end_s)
     return lane, gaps
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import distinct_names
 from rolepool.report.plots import grouped_bars, new_figure, save, style
-from rolepool.report.run import TIMING, Run, metric_names, points, read_run, value_at
+from rolepool.report.run import TIMING, Run, finite_values, metric_names, points, read_run, timed_operations, value_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,9 +55,6 @@ WORK_KEYS = (
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
 """With fewer steps, no interval is given."""
-
-ONCE = ("(most)", "(last 10%)", "(last)")
-"""How the names of measures end that a run has only once, not for each step."""
 
 LETTER_WIDTH = 0.0075
 """Width of a letter in a bar, as a fraction of the time axis."""
@@ -120,19 +118,21 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """A line for each measure and run, sorted by measure; ratios compare with the first run."""
-    by_run = {name: _measures(run) for name, run in runs.items()}
-    first = next(iter(by_run.values()))
+    """A line for each measure and run: first measures of steps, then measures of whole runs."""
     lines: list[Line] = []
-    for measure in _in_order({measure for measures in by_run.values() for measure in measures}):
-        for name, values in ((name, measures[measure]) for name, measures in by_run.items() if measure in measures):
-            line = Line(measure, name, float(np.mean(values)))
-            if not measure.endswith(ONCE):
-                p50, p95 = np.quantile(values, [0.5, 0.95])
-                has_ratio = measure in first and values is not first[measure]
+    by_run = {name: _step_measures(run) for name, run in runs.items()}
+    first = next(iter(by_run.values()))
+    for measure in dict.fromkeys(chain.from_iterable(by_run.values())):
+        for name, measures in by_run.items():
+            if measure in measures:
+                values = measures[measure]
+                has_ratio = measure in first and measures is not first
                 ratio = ratio_of_means(first[measure], values) if has_ratio else None
-                line = line._replace(p50=float(p50), p95=float(p95), ratio=ratio)
-            lines.append(line)
+                p50, p95 = np.quantile(values, [0.5, 0.95])
+                lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    totals = {name: _run_measures(run) for name, run in runs.items()}
+    for measure in dict.fromkeys(chain.from_iterable(totals.values())):
+        lines += [Line(measure, name, total[measure]) for name, total in totals.items() if measure in total]
     return lines
 
 
@@ -178,34 +178,27 @@ def _after_warm_up(steps: list[T]) -> list[T]:
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
-def _measures(run: Run) -> dict[str, list[float]]:
-    """Values of each measure: one for each step, or one for the run (peak memory, final reward and validation)."""
+def _step_measures(run: Run) -> dict[str, list[float]]:
+    """The values of all steps after the warm-up, for each measure."""
     if not run.metrics:
         raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
-    measures: dict[str, list[float]] = {}
-    for row in _after_warm_up([row for row in run.metrics.values() if f"{TIMING}step" in row]):
-        for name, value in row.items():
-            is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
-            if (is_measure or name == "perf/throughput") and np.isfinite(value):
-                measures.setdefault(name, []).append(value)
-    for name in metric_names(run.metrics):
-        if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
-            measures[f"{name} (most)"] = [max(value for _, value in points(run.metrics, name))]
+    steps = dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+    names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
+    names += ["perf/throughput", *sorted(name for name in metric_names(steps) if name.startswith("overlap/"))]
+    names += sorted(name for name in metric_names(steps) if name.endswith("/busy_fraction"))
+    return {name: values for name in names if (values := finite_values(steps, name)[1])}
+
+
+def _run_measures(run: Run) -> dict[str, float]:
+    """Measures that a run has only once: peak memory, and reward and validation at its end."""
+    memory = [name for name in metric_names(run.metrics) if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))]
+    measures = {f"{name} (most)": max(value for _, value in points(run.metrics, name)) for name in sorted(memory)}
     if scores := [value for _, value in points(run.metrics, "critic/score/mean")]:
-        measures["critic/score/mean (last 10%)"] = scores[-max(1, len(scores) // 10) :]
+        measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
         if values := [value for name, value in row.items() if name.startswith("val-core/")]:
-            measures["val-core (last)"] = values
+            measures["val-core (last)"] = fmean(values)
     return measures
-
-
-def _in_order(measures: set[str]) -> list[str]:
-    """The step's time, the operations' times in the order of a step, other measures of steps, measures of the run."""
-    operations = in_step_order(name[len(TIMING) :] for name in measures if name.startswith(TIMING))
-    timings = [f"{TIMING}{name}" for name in ("step", *(name for name in operations if name != "step"))]
-    others = measures - {*timings}
-    rest = sorted(others, key=lambda name: (name.endswith(ONCE), name.startswith(("pool", "over")), name))
-    return [*(name for name in timings if name in measures), *rest]
 
 
 # The picture and the page

@@ -184,40 +184,28 @@ def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _timeline(grouped: SpansByStep, bounds: Bounds, operations: Sequence[str]) -> dict[str, Any]:
-    """Windows of consecutive steps; a single window if all steps are shown."""
-    chosen = _choose_steps(grouped, bounds)
-    windows: list[list[int]] = []
-    for step in sorted(chosen):
-        if not windows or step != windows[-1][-1] + 1:
-            windows.append([])
-        windows[-1].append(step)
-    shown = []
-    for steps in windows:
+    windows, shown = [], _choose_steps(grouped, bounds)
+    for why, steps in shown.items():
         first, last = steps[0], steps[-1]
-        why = ", ".join(dict.fromkeys(chosen[step] for step in steps))
         label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
         starts = [(step, bounds[step][0] - bounds[first][0]) for step in steps]
         window = _window(around(grouped, first, last), bounds[first][0], bounds[last][1], operations)
-        shown.append({"label": label, "starts": starts, **window})
-    return {"windows": shown, "num_shown": len(chosen)}
+        windows.append({"label": label, "starts": starts, **window})
+    return {"windows": windows, "num_shown": len({step for steps in shown.values() for step in steps})}
 
 
-def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[int, str]:
-    """The steps to show, and why: all, or the slowest, the median, and as many first and last ones as fit."""
+def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
+    """The windows of steps to show: all steps, or as many as fit of the first, slowest, median and last."""
     steps = sorted(bounds)
-    if sum(len(grouped[step]) for step in steps) <= MAX_SPANS:
-        return dict.fromkeys(steps, "all")
+    sizes = [len(grouped[step]) for step in steps]
+    if sum(sizes) <= MAX_SPANS:
+        return {"all": steps} if steps else {}
     by_length = sorted(steps, key=lambda step: bounds[step][1] - bounds[step][0])
-    wanted = [(steps[0], "first"), (by_length[-1], "slowest"), (by_length[len(steps) // 2], "median")]
-    for first, last in zip(steps, reversed(steps), strict=True):
-        wanted += [(last, "last"), (first, "first")]
-    chosen: dict[int, str] = {}
-    room = MAX_SPANS
-    for step, why in wanted[: 2 * MAX_STEPS_SHOWN]:
-        if step not in chosen and (room >= len(grouped[step]) or not chosen) and len(chosen) < MAX_STEPS_SHOWN:
-            chosen[step] = why
-            room -= len(grouped[step])
-    return chosen
+    count = min(MAX_STEPS_SHOWN, MAX_SPANS // max(sizes)) // 2 - 1  # at each end, besides slowest and median
+    if count < 1:
+        return {"first": steps[:1]}
+    middle = by_length[len(steps) // 2]
+    return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
 
 
 def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ validation or a save adds to a step that already has its line.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rolepool.errors import ConfigError, explained
-from rolepool.report.run import MetricsByStep, points, read_run
+from rolepool.report.run import MetricsByStep, read_run
 
 COLOR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP = re.compile(r"(?<![\w/-])step:(\d+) - ")
@@ -30,11 +29,6 @@ class Log(NamedTuple):
 
     name: str
     metrics: MetricsByStep
-
-    def values(self, key: str) -> tuple[list[float], list[float]]:
-        """The steps that have a finite value of the key, and these values."""
-        found = [point for point in points(self.metrics, key) if math.isfinite(point[1])]
-        return [step for step, _ in found], [value for _, value in found]
 
 
 def read_logs(paths: Sequence[str | Path]) -> list[Log]:

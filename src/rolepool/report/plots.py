@@ -16,7 +16,7 @@ import numpy as np
 from rolepool.files import atomic_path
 from rolepool.report.colors import SERIES_COLORS, colors_for, in_step_order
 from rolepool.report.logs import Log, read_logs
-from rolepool.report.run import TIMING, metric_names, timed_operations
+from rolepool.report.run import TIMING, finite_values, metric_names, timed_operations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,8 @@ def write_csv(path: Path, logs: Sequence[Log], keys: Sequence[str]) -> None:
 
 def mean_times(log: Log) -> dict[str, float]:
     """Mean seconds of each operation, and of the step, over the steps that have a time of it."""
-    times = {name: log.values(f"{TIMING}{name}")[1] for name in ("step", *timed_operations(log.metrics))}
+    names = ("step", *timed_operations(log.metrics))
+    times = {name: finite_values(log.metrics, f"{TIMING}{name}")[1] for name in names}
     return {name: float(np.mean(values)) for name, values in times.items() if values}
 
 
@@ -163,7 +164,7 @@ def _stacked(logs: Sequence[Log]) -> Figure:
 
 def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | None:
     """A panel for each key that has numbers, with a line for each log."""
-    lines = {key: [log.values(key) for log in logs] for key in units}
+    lines = {key: [finite_values(log.metrics, key) for log in logs] for key in units}
     keys = [key for key in units if any(steps for steps, _ in lines[key])]
     if not keys:
         return None

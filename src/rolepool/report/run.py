@@ -79,6 +79,12 @@ def points(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
     return [(step, row[name]) for step, row in metrics.items() if name in row]
 
 
+def finite_values(metrics: MetricsByStep, name: str) -> tuple[list[float], list[float]]:
+    """The steps that have a finite value of this metric, and these values."""
+    found = [(step, value) for step, value in points(metrics, name) if math.isfinite(value)]
+    return [step for step, _ in found], [value for _, value in found]
+
+
 def metric_names(metrics: MetricsByStep) -> list[str]:
     """All names of metrics, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in metrics.values() for name in row))

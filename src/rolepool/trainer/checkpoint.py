@@ -66,16 +66,13 @@ class Checkpoints:
         if path is None:
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
-        if missing and is_auto:
-            raise ConfigError(
-                f"trainer.resume_mode=auto: the newest checkpoint, {path}, has no {missing}; "
-                "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
-            )
         if missing:
-            raise ConfigError(
-                f"trainer.resume_from_path={path}: has no {missing}; give the folder of a checkpoint, such as "
-                "runs/NAME/checkpoints/step_000010"
-            )
+            where = f"trainer.resume_from_path={path}:"
+            fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
+            if is_auto:
+                where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
+                fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
+            raise ConfigError(f"{where} has no {missing}; {fix}")
         return path
 
     def check_folder_is_shared(self, roles: Roles) -> None:
