@@ -191,13 +191,15 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
 
 def _run_measures(run: Run) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
-    memory = [name for name in metric_names(run.metrics) if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))]
-    measures = {f"{name} (most)": max(value for _, value in points(run.metrics, name)) for name in sorted(memory)}
+    measures: dict[str, float] = {}
     if scores := [value for _, value in points(run.metrics, "critic/score/mean")]:
         measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
         if values := [value for name, value in row.items() if name.startswith("val-core/")]:
             measures["val-core (last)"] = fmean(values)
+    memory = [name for name in metric_names(run.metrics) if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))]
+    for name in sorted(memory):
+        measures[f"{name} (most)"] = max(value for _, value in points(run.metrics, name))
     return measures
 
 
