@@ -86,10 +86,10 @@ def test_a_row_becomes_tokens_with_everything_else_as_it_was_written(
 ) -> None:
     file = write(tmp_path / f"x.{ending}", row("a b"), row("c", extra_info=None), row("h g f"))
     prompts = prompts_of(tokenizer, file)
-    assert [prompt.token_ids for prompt in prompts.take([0, 1, 2])] == [[4, 5, 3], [6, 3], [11, 10, 9, 3]]
-    assert prompts.take([0])[0].data_source == "exact_match"
-    assert prompts.take([0])[0].reward_model == {"style": "rule", "ground_truth": "a b"}
-    assert (prompts.take([0])[0].extra_info, prompts.take([1])[0].extra_info) == ({"letters": "a b"}, {})
+    assert prompts.take([0, 1, 2])["raw_prompt_ids"] == [[4, 5, 3], [6, 3], [11, 10, 9, 3]]
+    assert prompts.take([0])["data_source"][0] == "exact_match"
+    assert prompts.take([0])["reward_model"][0] == {"style": "rule", "ground_truth": "a b"}
+    assert (prompts.take([0])["extra_info"][0], prompts.take([1])["extra_info"][0]) == ({"letters": "a b"}, {})
 
 
 def test_files_of_both_kinds_are_read_one_after_another(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -99,15 +99,15 @@ def test_files_of_both_kinds_are_read_one_after_another(tmp_path: Path, tokenize
         write_jsonl(tmp_path / "3.jsonl", row("f")),
     ]
     prompts = prompts_of(tokenizer, *files)
-    assert [prompt.token_ids[0] for prompt in prompts.take(range(6))] == [4, 5, 6, 7, 8, 9]
-    assert prompts.take([1])[0].origin == f"{files[0]}, line 2"
-    assert prompts.take([2])[0].origin == f"{files[1]}, row 0 (the first is 0)"
-    assert prompts.take([5])[0].origin == f"{files[2]}, line 1"
+    assert [ids[0] for ids in prompts.take(range(6))["raw_prompt_ids"]] == [4, 5, 6, 7, 8, 9]
+    assert prompts.take([1])["origin"][0] == f"{files[0]}, line 2"
+    assert prompts.take([2])["origin"][0] == f"{files[1]}, row 0 (the first is 0)"
+    assert prompts.take([5])["origin"][0] == f"{files[2]}, line 1"
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", "\n", row("a"), "  \n", row("b"), "\n"))
-    assert [prompt.origin.split(", ")[1] for prompt in prompts.take([0, 1])] == ["line 2", "line 4"]
+    assert [origin.split(", ")[1] for origin in prompts.take([0, 1])["origin"]] == ["line 2", "line 4"]
 
 
 def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
@@ -115,13 +115,13 @@ def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
 ) -> None:
     text = json.dumps(row("a", extra_info={"note": "Größe 🦙\u2028"}), ensure_ascii=False) + "\n"
     prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", text, row("b")))
-    assert prompts.take([0])[0].extra_info == {"note": "Größe 🦙\u2028"}
-    assert prompts.take([1])[0].token_ids == [5, 3]
+    assert prompts.take([0])["extra_info"][0] == {"note": "Größe 🦙\u2028"}
+    assert prompts.take([1])["raw_prompt_ids"][0] == [5, 3]
 
 
 def test_another_column_can_hold_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_parquet(tmp_path / "x.parquet", row(prompt=..., question="a b"))
-    assert prompts_of(tokenizer, file, prompt_key="question").take([0])[0].token_ids == [4, 5]
+    assert prompts_of(tokenizer, file, prompt_key="question").take([0])["raw_prompt_ids"][0] == [4, 5]
     assert "has no 'prompt'" in problem(lambda: prompts_of(tokenizer, file))
 
 
@@ -144,13 +144,16 @@ def test_the_digest_is_that_of_the_tokens(tmp_path: Path, tokenizer: PreTrainedT
 
 def test_plain_strings_are_tokenized_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(prompt="a b"), row("c d"), row(prompt="e"))
-    assert [prompt.token_ids for prompt in prompts_of(tokenizer, file).take([0, 1, 2])] == [[4, 5], [6, 7, 3], [8]]
+    assert prompts_of(tokenizer, file).take([0, 1, 2])["raw_prompt_ids"] == [[4, 5], [6, 7, 3], [8]]
 
 
 def test_a_chat_gives_what_the_tokenizer_itself_makes_of_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b c"}]
     expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row(prompt=chat))).take([0])[0].token_ids == expected
+    assert (
+        prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row(prompt=chat))).take([0])["raw_prompt_ids"][0]
+        == expected
+    )
 
 
 def test_a_chat_without_a_template_is_an_error_and_a_plain_string_is_not(
@@ -195,7 +198,7 @@ def test_truncation_keeps_the_end_the_start_or_both(mode: Any, length: int, expe
 def test_a_truncated_prompt_has_the_longest_length_allowed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c d"), row("a"))
     prompts = prompts_of(tokenizer, file, max_prompt_length=3, truncation="left")
-    assert [prompt.token_ids for prompt in prompts.take([0, 1])] == [[6, 7, 3], [4, 3]]
+    assert prompts.take([0, 1])["raw_prompt_ids"] == [[6, 7, 3], [4, 3]]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_with_its_place_its_length_and_the_fix(
@@ -214,8 +217,8 @@ def test_prompts_that_are_too_long_can_be_left_out(
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("b"), row("c d e f"), row("d"))
     with caplog.at_level(logging.WARNING):
         prompts = prompts_of(tokenizer, file, max_prompt_length=3, filter_overlong_prompts=True)
-    assert [prompt.token_ids for prompt in prompts.take(range(len(prompts)))] == [[5, 3], [7, 3]]
-    assert prompts.take([1])[0].origin == f"{file}, line 4"
+    assert prompts.take(range(len(prompts)))["raw_prompt_ids"] == [[5, 3], [7, 3]]
+    assert prompts.take([1])["origin"][0] == f"{file}, line 4"
     assert "2 of 4 prompts are longer than data.max_prompt_length=3 and are left out" in caplog.text
 
 
@@ -331,7 +334,7 @@ def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(reward_model=...))
-    assert prompts_of(tokenizer, file, needs_ground_truth=False).take([0])[0].reward_model == {}
+    assert prompts_of(tokenizer, file, needs_ground_truth=False).take([0])["reward_model"][0] == {}
 
 
 # Bad files
@@ -393,8 +396,8 @@ def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: Pr
         ]
     ).config
     train, val = train_prompts(config, tokenizer), val_prompts(config, tokenizer)
-    assert [prompt.token_ids for prompt in train.take([0, 1])] == [[4, 5, 6], [5, 3]]
-    assert (len(train), len(val), val.take([0])[0].token_ids) == (2, 1, [7, 3])
+    assert train.take([0, 1])["raw_prompt_ids"] == [[4, 5, 6], [5, 3]]
+    assert (len(train), len(val), val.take([0])["raw_prompt_ids"][0]) == (2, 1, [7, 3])
 
 
 def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

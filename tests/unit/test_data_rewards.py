@@ -176,7 +176,7 @@ def test_the_function_may_have_another_name_and_take_keywords(tmp_path: Path) ->
     [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(2), 2.0), (torch.tensor(0.25), 0.25)],
 )
 def test_any_kind_of_number_is_a_score(value: Any, expected: float) -> None:
-    scored = RewardFunction(lambda **_: value, "f").score("s", "a", "b", {}, "row 1")
+    scored = RewardFunction(lambda **_: value, "f").score("row 1")
     assert scored.score == expected
     assert type(scored.score) is float
 
@@ -196,7 +196,7 @@ def test_any_kind_of_number_is_a_score(value: Any, expected: float) -> None:
 )
 def test_what_is_no_score_is_an_error_with_the_function_and_the_row(value: Any, expected: str) -> None:
     with pytest.raises(RewardError) as caught:
-        RewardFunction(lambda **_: value, "f of x.py").score("s", "a", "b", {}, "train.jsonl, line 3")
+        RewardFunction(lambda **_: value, "f of x.py").score("train.jsonl, line 3")
     assert str(caught.value) == f"f of x.py: {expected}, for train.jsonl, line 3"
 
 

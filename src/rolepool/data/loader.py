@@ -114,15 +114,6 @@ def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataPro
     `raw_prompt_ids` are lists of token ids; `uid` names a prompt and is the same in every run, so that responses to the
     same prompt can be found; `index` is the prompt's number, and `origin` its place in the files.
     """
-    taken = prompts.take(rows)
-    return DataProto.from_dict(
-        non_tensors={
-            "raw_prompt_ids": [prompt.token_ids for prompt in taken],
-            "uid": [f"{pass_name}-row{row}" for row in rows],
-            "data_source": [prompt.data_source for prompt in taken],
-            "reward_model": [prompt.reward_model for prompt in taken],
-            "extra_info": [prompt.extra_info for prompt in taken],
-            "index": np.array(rows, dtype=np.int64),
-            "origin": [prompt.origin for prompt in taken],
-        }
-    )
+    uids = [f"{pass_name}-row{row}" for row in rows]
+    columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}
+    return DataProto.from_dict(non_tensors=columns)

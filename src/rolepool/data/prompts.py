@@ -14,7 +14,6 @@ import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -38,18 +37,6 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 MAX_PROBLEMS_SHOWN = 5
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row, ready for generation."""
-
-    token_ids: list[int]
-    data_source: str
-    reward_model: dict[str, Any]
-    extra_info: dict[str, Any]
-    origin: str
-    """The row's file and its place in it, for error messages."""
 
 
 def train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -88,22 +75,15 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def take(self, numbers: Sequence[int]) -> list[Prompt]:
-        """The prompts with these numbers, tokenized together."""
+    def take(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """The prompts with these numbers, as columns. `origin` is a row's place in the files, for error messages."""
         row_numbers = self._rows[list(numbers)].tolist()
         names = [self._name(number) for number in row_numbers]
         rows = [self._parse(number) for number in row_numbers]
         all_ids = self._tokenize([row[self._data.prompt_key] for row in rows], names)
-        return [
-            Prompt(
-                token_ids=truncate(ids, self._data.max_prompt_length, self._data.truncation),
-                data_source=row["data_source"],
-                reward_model=row["reward_model"],
-                extra_info=row["extra_info"],
-                origin=name,
-            )
-            for ids, row, name in zip(all_ids, rows, names, strict=True)
-        ]
+        length, mode = self._data.max_prompt_length, self._data.truncation
+        columns = {name: [row[name] for row in rows] for name in ("data_source", "reward_model", "extra_info")}
+        return {**columns, "raw_prompt_ids": [truncate(ids, length, mode) for ids in all_ids], "origin": names}
 
     # --- the one pass over all rows -------------------------------------------------------------------------------
 

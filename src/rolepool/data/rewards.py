@@ -124,14 +124,10 @@ class RewardFunction:
         self.name = name
         """Its name in error messages; a user's function includes the key and the file."""
 
-    def score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], row: str
-    ) -> Scored:
-        """The score of this response. `row` names the row in error messages."""
+    def score(self, row: str, **inputs: Any) -> Scored:
+        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
         try:
-            result = self._function(
-                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-            )
+            result = self._function(**inputs)
         except Exception as error:
             raise RewardError(f"{self.name}: {self._describe(error)}, for {row}") from error
         try:

@@ -84,8 +84,9 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
     shorter = [override for override in then_s if then_s[override] < now_s * (1 - SAVED)]
     if shorter:
         # An override that needs no other change is better than one that does.
-        best = min(shorter, key=lambda override: (bool(_problem_with(run, override)), then_s[override]))
-        problem, estimate_s = _problem_with(run, best), then_s[best] / now_s * summary.step_s
+        problems = {override: _problem_with(run, override) for override in shorter}
+        best = min(shorter, key=lambda override: (bool(problems[override]), then_s[override]))
+        problem, estimate_s = problems[best], then_s[best] / now_s * summary.step_s
         yield Finding(
             f"{observation}. With {best} a step would take about {estimate_s:.3g} s instead of {summary.step_s:.3g} s "
             "(an estimate: the measured spans, scaled linearly)."
