@@ -164,10 +164,8 @@ def _model_config(**more: Any) -> LlamaConfig:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=64,
         initializer_range=0.05,  # learns twice as fast as with the usual 0.02
-        tie_word_embeddings=False,
         pad_token_id=VOCABULARY.index(PAD),
         eos_token_id=VOCABULARY.index(EOS),
         bos_token_id=None,

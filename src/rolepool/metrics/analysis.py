@@ -8,6 +8,7 @@ generation, because a step begins with it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -157,14 +158,13 @@ class Timeline(list[Recorded]):
 def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
     """`timing_s/NAME` of each operation: the time of each call's slowest rank, summed over calls. Time that the driver
     waited is not included."""
-    slowest_s: dict[tuple[str, int], float] = {}
+    slowest_s: dict[tuple[str, int], float] = defaultdict(float)
     for _, operation, span in spans:
-        call = (operation, span.call)
-        slowest_s[call] = max(slowest_s.get(call, 0.0), span.duration_s)
-    times: dict[str, float] = {}
+        slowest_s[operation, span.call] = max(slowest_s[operation, span.call], span.duration_s)
+    times: dict[str, float] = defaultdict(float)
     for (operation, _), seconds in slowest_s.items():
-        times[f"timing_s/{operation}"] = times.get(f"timing_s/{operation}", 0.0) + seconds
-    return times
+        times[f"timing_s/{operation}"] += seconds
+    return dict(times)
 
 
 def indexed(spans: Sequence[Recorded]) -> Timeline:
@@ -290,12 +290,14 @@ def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dic
         metrics[f"pool/{pool}/wait_s"] = wait_s / len(cut)
         metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
         if pool != RULE_POOL:
-            changes += [change for span in done for change in ((span.start_s, 1, pool), (span.end_s, -1, pool))]
+            changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
     overlap_s = saved_s = 0.0
+    num_busy_pools = 0
     num_busy_ranks = dict.fromkeys(by_pool, 0)
     for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
         num_busy_ranks[pool] += change
-        num_busy_pools = sum(num > 0 for num in num_busy_ranks.values())
+        if num_busy_ranks[pool] == max(change, 0):  # the pool's first rank has started, or its last one has ended
+            num_busy_pools += change
         if num_busy_pools >= 2:
             overlap_s += next_s - time_s
             saved_s += (next_s - time_s) * (num_busy_pools - 1)

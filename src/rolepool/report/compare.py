@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+from jinja2 import Environment, PackageLoader
 from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
@@ -260,20 +260,9 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-svg { width: 100%; height: auto; background: white; border-radius: 6px; }
-pre { overflow-x: auto; }
-@media (prefers-color-scheme: dark) { body { background: #161616; color: #E6E6E6; } }
-"""
-
-
 def _page(lines: Sequence[Line], svg: str) -> str:
     console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
     console.print(as_table(lines))
-    title = escape(" and ".join(dict.fromkeys(line.run for line in lines)))
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<pre>{escape(console.export_text())}</pre>\n"
-        "<p>Ratios compare with the first run. Intervals: bootstrap over steps, without the first steps.</p></html>\n"
-    )
+    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
+    title = " and ".join(dict.fromkeys(line.run for line in lines))
+    return page.render(title=title, svg=svg[svg.index("<svg") :], table=console.export_text())

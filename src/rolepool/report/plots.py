@@ -89,21 +89,7 @@ def style() -> AbstractContextManager[None]:
     """The style of all figures. Make and save figures inside it."""
     import matplotlib
 
-    return matplotlib.rc_context(
-        {
-            "font.size": 9,
-            "text.parse_math": False,  # a run's name may contain $
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.axisbelow": True,
-            "axes.titlesize": "medium",
-            "axes.titlelocation": "left",
-            "axes.titleweight": "bold",
-            "grid.color": "#E5E5E5",
-            "legend.frameon": False,
-            "svg.hashsalt": "rolepool",  # the same numbers give the same file
-        }
-    )
+    return matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle"))
 
 
 def new_figure(height_in: float) -> Figure:

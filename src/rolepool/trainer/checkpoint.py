@@ -137,12 +137,9 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
 
 def _model_folder(path: str | None) -> Path:
     """The folder of the original model: a local folder, or the local copy of a hub model."""
-    if path is not None and Path(path).is_dir():
-        return Path(path)
     try:
-        found = cached_file(path, "config.json") if path is not None else None
+        return Path(str(cached_file(str(path), "config.json"))).parent
     except OSError:
-        found = None
-    if found is None:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: not found; run the export on a machine that has it")
-    return Path(found).parent
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path}: not found; run the export on a machine that has it"
+        ) from None
