@@ -107,9 +107,9 @@ def main() -> None:
     trainer.run()
 
     run = read_run(folder / "run")
-    step_s = [row["timing_s/step"] for step, row in run.rows.items() if step > NUM_WARM_STEPS]
+    step_s = [row["timing_s/step"] for step, row in run.metrics.items() if step > NUM_WARM_STEPS]
     mean_s = sum(step_s) / len(step_s)
-    calls_a_step = len(run.spans) / len(run.rows)
+    calls_a_step = len(run.spans) / len(run.metrics)
     calls_a_rank = calls_a_step / len({(each.span.pool, each.span.rank) for each in run.spans})
     watch.seconds["make spans (on a rank)"] = of_a_call(256, 12) * calls_a_rank * len(step_s)
     print(f"{len(step_s)} steps of {mean_s * 1000:.0f} ms, {calls_a_step:.1f} spans a step")

@@ -101,7 +101,7 @@ def measure(name: str, case: Case, folder: Path) -> bool:
     (pool,) = estimate.pools.values()
     call("-m", "rolepool", "train", *words)
     run = read_run(run_folder)
-    taken = max(row["perf/max_memory_allocated_gb"] for row in run.rows.values())
+    taken = max(row["perf/max_memory_allocated_gb"] for row in run.metrics.values())
     in_use = max((gpu["memory_bytes"] for sample in run.monitor for gpu in sample["gpus"]), default=0) / GIB
     planned = pool.peak / GIB
     sizes = {operation: size.tokens for operation, size in estimate.micro_batches.items()}

@@ -269,7 +269,7 @@ def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def read_rolepool(folder: Path, gpu_gib: float | None) -> Measured:
     run = read_run(folder)
-    rows = [row for step, row in run.rows.items() if step > WARM_STEPS and "timing_s/step" in row]
+    rows = [row for step, row in run.metrics.items() if step > WARM_STEPS and "timing_s/step" in row]
     peaks: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():

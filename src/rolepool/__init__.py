@@ -1,4 +1,4 @@
-"""rolepool: PPO post-training of language models in which placement is a value you write."""
+"""rolepool: PPO post-training of language models; you choose which models share which GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are first used, so that `rolepool --help` stays fast."""
+    """Import a public name when it is first used, so that `rolepool --help` stays fast."""
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,19 +1,24 @@
-"""The command line: one function a command.
+"""The command line: one function for each command.
 
-Owns which commands there are and what they print. Heavy imports stay inside the commands, so that `--help` answers at
-once.
+Owns the list of commands and what they print. Slow imports are inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rolepool import __version__
-from rolepool.command_line import EXIT_USER, Parser, is_input, load_words, print_errors, run_program
+from rolepool.command_line import EXIT_USER_ERROR, Parser, is_input, load_words, print_errors, run_program
 from rolepool.errors import ConfigError, explained
+
+if TYPE_CHECKING:
+    from rolepool.report.run import Run
+
+RUN_HELP = "the run folder, such as runs/demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,22 +35,17 @@ def _dispatch(arguments: list[str]) -> int | None:
         print(f"rolepool {__version__}")
         return None
     if name not in COMMANDS:
-        raise ConfigError(f"{name!r}: no such command; there are {', '.join(COMMANDS)}")
+        raise ConfigError(f"{name!r}: no such command; use one of {', '.join(COMMANDS)}")
     return COMMANDS[name](arguments[1:])
 
 
 def _overview() -> str:
-    lines = [f"  rolepool {name:<8} {command.__doc__}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: rolepool COMMAND [FILE...] [key=value...] [options]",
-            "",
-            "PPO post-training in which placement is a value you write.",
-            "",
-            *lines,
-            "",
-            "`rolepool COMMAND --help` explains one. Keys: docs/config.md, or `rolepool config KEY`.",
-        ]
+    commands = "\n".join(f"  rolepool {name:<8} {command.__doc__}" for name, command in COMMANDS.items())
+    return (
+        "usage: rolepool COMMAND [FILE...] [key=value...] [options]\n\n"
+        "PPO post-training of language models; you choose which models share which GPUs.\n\n"
+        f"{commands}\n\n"
+        "`rolepool COMMAND --help` explains a command. Config keys: docs/config.md, or `rolepool config KEY`."
     )
 
 
@@ -53,13 +53,13 @@ def _overview() -> str:
 
 
 def plan(arguments: list[str]) -> int | None:
-    """Show which process will hold which GPU with which roles, whether it fits, and what will overlap."""
+    """Show which roles run on which GPUs, whether they fit in memory, and what runs at the same time."""
     parser = Parser("rolepool plan", plan.__doc__, words="FILE or key=value")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--inventory", metavar="8,8,4", help="GPUs per node there are (also 1024x8)")
-    parser.add_argument("--live", action="store_true", help="take the inventory from the running Ray cluster")
+    parser.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
+    parser.add_argument("--live", action="store_true", help="read the inventory from the running Ray cluster")
     parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
-    parser.add_argument("--strict", action="store_true", help="exit 2 when the memory estimate does not fit")
+    parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.placement.advice import advise
@@ -73,13 +73,13 @@ def plan(arguments: list[str]) -> int | None:
     loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
     if options.live and inventory is not None:
-        raise ConfigError("--live: the inventory comes from the cluster or from --inventory; give one of them")
+        raise ConfigError("--live and --inventory: both give the inventory; use only one of them")
     if options.live:
         from rolepool.cluster.cluster import live_inventory
 
         inventory = live_inventory(loaded.config.ray_kwargs.ray_init.address, loaded.config.trainer.device)
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
-    # An inventory alone is divided whole; with the user's own node and GPU counts it is what those are taken from.
+    # Use the whole inventory, or only as many nodes and GPUs as the user has set.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
     replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
     made = replan(loaded.config)
@@ -93,11 +93,11 @@ def plan(arguments: list[str]) -> int | None:
         print(plan_as_text(made, overlaps, estimate, advice))
     print_errors(problems)
     does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
-    return EXIT_USER if problems or (options.strict and does_not_fit) else None
+    return EXIT_USER_ERROR if problems or (options.strict and does_not_fit) else None
 
 
 def config(arguments: list[str]) -> None:
-    """Print the full resolved config; with KEY, explain that key or group of keys."""
+    """Print the complete config; with KEY, explain that key or group of keys."""
     parser = Parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
     options = parser.parse_intermixed_args(arguments)
 
@@ -110,53 +110,56 @@ def config(arguments: list[str]) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    """Train under the config's placement, from its newest checkpoint if there is one."""
+    """Train; resumes from the newest checkpoint of the run folder if there is one."""
     from rolepool.trainer.main_ppo import train
 
     train(arguments, "rolepool train")
 
 
 def export(arguments: list[str]) -> None:
-    """Write the model of a checkpoint as a plain Hugging Face folder."""
+    """Write the model of a checkpoint as a Hugging Face model folder."""
     from rolepool.placement.roles import trained_roles
 
     parser = Parser("rolepool export", export.__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
-    parser.add_argument("--step", type=int, help="of this step; default: the newest checkpoint")
-    parser.add_argument(
-        "--role", choices=[str(role) for role in trained_roles()], default="actor", help="default: actor"
-    )
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    roles = [str(role) for role in trained_roles()]
+    parser.add_argument("--role", choices=roles, default="actor", help="default: actor")
     options = parser.parse_intermixed_args(arguments)
 
     from safetensors import SafetensorError
 
     from rolepool.trainer.checkpoint import export_run
 
-    with explained(f"{options.folder}: cannot be made", "name another folder", SafetensorError):
+    with explained(f"{options.folder}: cannot be written", "name another folder", SafetensorError):
         saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")
 
 
 def report(arguments: list[str]) -> None:
-    """Write a run's page: timeline, step times, critical path, curves, and what to change."""
-    parser = _run_parser("rolepool report", report.__doc__)
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run folder")
-    options = parser.parse_intermixed_args(arguments)
+    """Write a run's report page: findings, timeline, critical path, step times, training curves."""
+    run, output = _read_run("rolepool report", report.__doc__, arguments, "report.html")
 
     from rolepool.report.html import write_report
-    from rolepool.report.run import read_run
 
-    run = read_run(options.run)
-    for file, number in run.skipped.items():
-        print(f"skipped {number} unreadable lines of {file}", file=sys.stderr)
-    print(write_report(run, options.output or run.folder / "report.html"))
+    print(write_report(run, output))
+
+
+def trace(arguments: list[str]) -> None:
+    """Write a run's spans as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    run, output = _read_run("rolepool trace", trace.__doc__, arguments, "trace.json")
+
+    from rolepool.report.trace import write_trace
+
+    print(write_trace(run, output))
 
 
 def watch(arguments: list[str]) -> None:
-    """Show a run's pools, operations and reward in the terminal while it trains, or after it has ended."""
-    parser = _run_parser("rolepool watch", watch.__doc__)
-    parser.add_argument("--once", action="store_true", help="print how it stands and exit")
+    """Show a run's pools, operations and reward in the terminal, during or after training."""
+    parser = Parser("rolepool watch", watch.__doc__)
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.report.watch import watch as show_run
@@ -164,23 +167,8 @@ def watch(arguments: list[str]) -> None:
     show_run(options.run, once=options.once)
 
 
-def trace(arguments: list[str]) -> None:
-    """Write a run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-    parser = _run_parser("rolepool trace", trace.__doc__)
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: trace.json in the run folder")
-    options = parser.parse_intermixed_args(arguments)
-
-    from rolepool.report.run import read_run
-    from rolepool.report.trace import write_trace
-
-    run = read_run(options.run)
-    target = Path(options.output) if options.output else run.folder / "trace.json"
-    write_trace(run, target)
-    print(target)
-
-
 def demo(arguments: list[str]) -> None:
-    """Make the demo's models, tokenizer and prompts in a folder, where they are not there yet."""
+    """Create the demo's models, tokenizer and prompts in a folder, unless they exist."""
     parser = Parser("rolepool demo", demo.__doc__)
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
     options = parser.parse_intermixed_args(arguments)
@@ -189,23 +177,23 @@ def demo(arguments: list[str]) -> None:
 
     from rolepool.data.demo import make_demo
 
-    with explained(f"{options.folder}: cannot be made", "name another folder", SafetensorError):
+    with explained(f"{options.folder}: cannot be written", "name another folder", SafetensorError):
         made = make_demo(options.folder)
     print(made.folder)
 
 
 def compare(arguments: list[str]) -> int | None:
-    """Compare runs of the same work; with --run, first train a recipe under each placement written after `--`."""
+    """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
     parser = Parser("rolepool compare", compare.__doc__)
-    words_help = "run folders; with --run, overrides for every placement"
+    words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
     parser.usage = (
         "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
         "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
     )
-    parser.add_argument("--run", metavar="RECIPE", help="train this recipe under each placement first")
-    parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` beside the first run")
-    parser.add_argument("--force", action="store_true", help="compare runs although their work differs")
+    parser.add_argument("--run", metavar="RECIPE", help="first train this recipe with each placement")
+    parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` next to the first run")
+    parser.add_argument("--force", action="store_true", help="compare runs even if their work differs")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_intermixed_args(arguments[:cut])
 
@@ -220,11 +208,10 @@ def compare(arguments: list[str]) -> int | None:
         folders, failures = run_placements(options.run, options.words, words, say=lambda line: print(line, flush=True))
         print_errors(failures)
     if len(folders) < 2 or (words and options.run is None):
-        raise ConfigError("compare: two runs or more are needed; give their folders, or --run RECIPE -- PLACEMENTS")
+        raise ConfigError("compare: needs at least two runs; give their folders, or --run RECIPE -- PLACEMENTS")
     runs = comparison.read_runs(folders)
     for name, run in runs.items():
-        for file, number in run.skipped.items():
-            print(f"{name}: skipped {number} unreadable lines of {file}", file=sys.stderr)
+        _print_notes(f"{name}: {note}" for note in run.notes)
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
@@ -234,13 +221,13 @@ def compare(arguments: list[str]) -> int | None:
         written = comparison.write_comparison(runs, lines, output)
     for path in written:
         print(path)
-    return EXIT_USER if failures else None
+    return EXIT_USER_ERROR if failures else None
 
 
 def plot(arguments: list[str]) -> None:
-    """Plot the timings of console logs or run folders, and write them as CSV."""
+    """Plot the timings of console logs or run folders, and write all numbers as CSV."""
     parser = Parser("rolepool plot", plot.__doc__)
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="console log of a run, or its folder")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
     parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
     options = parser.parse_intermixed_args(arguments)
 
@@ -257,7 +244,20 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 }
 
 
-def _run_parser(program: str, summary: str | None) -> Parser:
+def _read_run(program: str, summary: str | None, arguments: list[str], file_name: str) -> tuple[Run, Path]:
+    """The run that the arguments name, and the file to write."""
     parser = Parser(program, summary)
-    parser.add_argument("run", metavar="RUN", help="the run folder, such as runs/demo")
-    return parser
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {file_name} in the run folder")
+    options = parser.parse_intermixed_args(arguments)
+
+    from rolepool.report.run import read_run
+
+    run = read_run(options.run)
+    _print_notes(run.notes)
+    return run, Path(options.output or run.folder / file_name)
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)

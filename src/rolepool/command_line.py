@@ -1,6 +1,7 @@
-"""What programs have in common: their arguments, their exit codes, and what an error looks like.
+"""What all programs share: arguments, exit codes, and how errors are printed.
 
-0 fine, 2 the user must change something (one line each, no traceback). Imports nothing heavy.
+Exit code 0: success. 2: the user must change something; each problem is one line, without a traceback. Imports nothing
+that is slow to import.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolepool.errors import ConfigError, RolepoolError, Terminated, os_reason
+from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
 
-EXIT_FINE, EXIT_USER, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
+EXIT_SUCCESS, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
 
 
 def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Run a program on these arguments, or on those of this process, and return its exit code; None of it is fine."""
+    """Run a program with `argv`, or with this process's arguments. Return its exit code; None counts as success."""
     try:
         code = program(list(sys.argv[1:] if argv is None else argv))
-        if sys.stdout is not None:  # as it is where the shell closed it
+        if sys.stdout is not None:  # None if the shell closed it
             sys.stdout.flush()
-        return code or EXIT_FINE
-    except SystemExit as ended:  # all that was wanted was help; or it was Ray, which was starting
-        return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_FINE
+        return code or EXIT_SUCCESS
+    except SystemExit as ended:  # argparse printed the help, or Ray was stopped while it started
+        return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_SUCCESS
     except RolepoolError as error:
         print_errors(error.problems)
-        return EXIT_USER
+        return EXIT_USER_ERROR
     except KeyboardInterrupt as interrupt:
         print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()
-        return EXIT_FINE
+        return EXIT_SUCCESS
     except OSError as error:
-        print_errors([os_reason(error)])
-        return EXIT_USER
+        print_errors([one_line(error)])
+        return EXIT_USER_ERROR
 
 
 def silence_stdout() -> None:
-    """For when its reader (`| head`) has left: nothing that is written from now on fails, the last flush included."""
+    """Discard all further output. For a closed output pipe (`| head`): no later write or flush may fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -54,13 +55,16 @@ def print_errors(problems: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as exceptions, so that all of them are printed in one way. `words` are config files and overrides."""
+    """A parser that raises its errors, so that all errors are printed in one way.
+
+    `words` describes the positional arguments: config files and overrides.
+    """
 
     def __init__(self, program: str, summary: str | None, words: str | None = None) -> None:
         super().__init__(prog=program, description=summary, allow_abbrev=False)
         if words is not None:
             metavar = words.replace(", ", "|").replace(" or ", "|")
-            self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; files first, then overrides")
+            self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; overrides win over files")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
@@ -72,7 +76,7 @@ def is_input(word: str) -> bool:
 
 
 def load_words(words: Sequence[str]) -> LoadedConfig:
-    """The config that files and overrides make."""
+    """Load the config from files and overrides."""
     from rolepool.config import load_config
 
     files = [word for word in words if "=" not in word and not word.startswith("~")]

@@ -1,7 +1,7 @@
-"""The errors a user can cause, each of which prints as one line per problem and no traceback.
+"""The errors that a user can cause. Each prints as one line per problem, without a traceback.
 
-Owns the exception types, and what is said of errors of the operating system. Ours are picklable, so that they survive
-the trip between processes.
+Owns the exception types and the wording of operating system errors. Our errors are picklable, so they can cross
+processes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ConfigError(RolepoolError):
 
 
 class PlacementError(RolepoolError):
-    """The pools and roles asked for cannot be placed on the GPUs there are."""
+    """The requested pools and roles cannot be placed on the available GPUs."""
 
 
 class WorkerError(RolepoolError):
-    """A worker process failed or died. Says which: pool, role, rank, node, pid and the method that was called."""
+    """A worker process failed or died. Says which one, and which method was called."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WorkerError(RolepoolError):
 
 
 class DivergedError(RolepoolError):
-    """Training makes no finite updates any more."""
+    """Training no longer makes finite updates."""
 
 
 class DataError(RolepoolError, ValueError):
@@ -57,21 +57,23 @@ class DataError(RolepoolError, ValueError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a run as Ctrl-C does."""
+    """SIGTERM, which ends a run in the same way as Ctrl-C."""
 
 
 @contextmanager
 def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
-    """Have an error of the operating system in the block, or one that stands for such, say what the user can change."""
+    """Turn an operating system error in the block (or one of the types in `also`) into a ConfigError with a fix."""
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
     except kinds as error:
-        raise ConfigError(f"{what} ({os_reason(error)}); {fix}") from error
+        raise ConfigError(f"{what} ({one_line(error)}); {fix}") from error
 
 
-def os_reason(error: Exception) -> str:
-    """The file and what is wrong with it, as far as the error knows them."""
+def one_line(error: BaseException) -> str:
+    """An error in one line: file and reason of an operating system error, or the first line of any other message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error).partition("\n")[0] or type(error).__name__
+    lines = str(error).strip().splitlines()
+    text = lines[0].strip() if lines else type(error).__name__
+    return text if text.isprintable() else repr(text)

@@ -58,7 +58,7 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held_out = [value for row in rows for name, value in row.items() if name.startswith("val-core/")]
     assert held_out[0] < 0.3 and held_out[-1] >= 0.9
-    assert f"held out: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
+    assert f"validation: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
 
     steps = spans_by_step(tmp_path)
     phases, shorter_to_longer, into_next_generation = [], [], []
@@ -158,10 +158,10 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
     run.stdout.close()
     assert run.wait(timeout=60) == 0
     read = read_run(tmp_path / "run")
-    assert list(read.rows) == [1, 2, 3]
+    assert list(read.metrics) == [1, 2, 3]
     assert len(scored.read_text()) == 3 * (16 * 2 + 16)  # two samples and one greedy response for each prompt
-    assert all(row["training/num_steps"] == 3 for row in read.rows.values())
+    assert all(row["training/num_steps"] == 3 for row in read.metrics.values())
     for step in (1, 2, 3):
         spans = [each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")]
         assert {span.method for span in spans} == {"generate_sequences", "compute_scores"}
-        assert read.rows[step]["timing_s/baseline"] >= max(span.duration_s for span in spans)
+        assert read.metrics[step]["timing_s/baseline"] >= max(span.duration_s for span in spans)

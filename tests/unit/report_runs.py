@@ -91,7 +91,8 @@ def make_long_run(num_steps: int = 10_000) -> Run:
             after = tuple(call + calls for call in span.after)
             moved = Span(*span[:4], *times, call=span.call + calls, after=after, num_rows=64, parts=parts)
             spans.append(Recorded(step, operation, moved))
-    rows = {step: {**short.rows[2], "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0} for step in range(1, num_steps + 1)}
+    steps = range(1, num_steps + 1)
+    rows = {step: {**short.metrics[2], "actor/ppo_kl": 1 / step, "actor/pg_loss": 1.0} for step in steps}
     gpus = [
         {
             "index": rank,

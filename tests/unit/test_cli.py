@@ -59,7 +59,7 @@ def test_the_version_is_printed(rolepool: Rolepool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("fly",), "'fly': no such command; there are plan, config, train"),
+        (("fly",), "'fly': no such command; use one of plan, config, train"),
         (("plan", "--fast"), "rolepool plan: unrecognized arguments: --fast; see `rolepool plan --help`"),
         (("plan", "--inventory"), "rolepool plan: argument --inventory: expected one argument"),
         (("plan", "--gpu", "80"), "rolepool plan: unrecognized arguments: --gpu"),
@@ -310,15 +310,15 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
-        "error: actor_rollout_ref.model.lora_rank=8: not built yet; leave it out",
-        "error: actor_rollout_ref.rollout.name=vllm: not built yet; leave it out",
+        "error: actor_rollout_ref.model.lora_rank=8: not implemented; leave it out",
+        "error: actor_rollout_ref.rollout.name=vllm: not implemented; leave it out",
     ]
 
 
 def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.name=native")
     assert outcome.code == 2, "there is no model"
-    assert "not built yet; leave it out" not in outcome.err
+    assert "not implemented; leave it out" not in outcome.err
 
 
 def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:

@@ -145,10 +145,10 @@ def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(prompts
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"seed": 9}, "trainer.seed where that is null): 9 then, 3 now"),
-        ({"shuffle": False}, "data.shuffle: False then, True now"),
-        ({"num_rows": 12}, "the number of prompts: 12 then, 10 now"),
-        ({"digest": "0"}, "the prompts themselves"),
+        ({"seed": 9}, "trainer.seed if that is null): was 9, is 3"),
+        ({"shuffle": False}, "data.shuffle: was False, is True"),
+        ({"num_rows": 12}, "the number of prompts: was 12, is 10"),
+        ({"digest": "0"}, "the prompts (files, tokenizer or template): was 0"),
         ({"epoch": None}, "cannot be read"),
         ({"index": 10}, "epoch 0, row 10 of 10 rows"),
         ({"index": -1}, "epoch 0, row -1 of 10 rows"),
@@ -170,7 +170,7 @@ def test_fewer_prompts_than_one_batch_are_an_error_with_the_fix(prompts: PromptS
     with pytest.raises(ConfigError) as caught:
         PromptLoader(prompts, 11, seed=1)
     assert str(caught.value) == (
-        "data.train_batch_size=11: data.train_files holds 10 prompts, less than one batch; use at most 10"
+        "data.train_batch_size=11: data.train_files has 10 prompts, less than one batch; use at most 10"
     )
 
 

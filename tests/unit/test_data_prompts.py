@@ -86,10 +86,10 @@ def test_a_row_becomes_tokens_with_everything_else_as_it_was_written(
 ) -> None:
     file = write(tmp_path / f"x.{ending}", row("a b"), row("c", extra_info=None), row("h g f"))
     prompts = prompts_of(tokenizer, file)
-    assert [prompt.token_ids for prompt in prompts.take([0, 1, 2])] == [[4, 5, 3], [6, 3], [11, 10, 9, 3]]
-    assert prompts.take([0])[0].data_source == "exact_match"
-    assert prompts.take([0])[0].reward_model == {"style": "rule", "ground_truth": "a b"}
-    assert (prompts.take([0])[0].extra_info, prompts.take([1])[0].extra_info) == ({"letters": "a b"}, {})
+    assert prompts.take([0, 1, 2])["raw_prompt_ids"] == [[4, 5, 3], [6, 3], [11, 10, 9, 3]]
+    assert prompts.take([0])["data_source"][0] == "exact_match"
+    assert prompts.take([0])["reward_model"][0] == {"style": "rule", "ground_truth": "a b"}
+    assert (prompts.take([0])["extra_info"][0], prompts.take([1])["extra_info"][0]) == ({"letters": "a b"}, {})
 
 
 def test_files_of_both_kinds_are_read_one_after_another(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -99,15 +99,15 @@ def test_files_of_both_kinds_are_read_one_after_another(tmp_path: Path, tokenize
         write_jsonl(tmp_path / "3.jsonl", row("f")),
     ]
     prompts = prompts_of(tokenizer, *files)
-    assert [prompt.token_ids[0] for prompt in prompts.take(range(6))] == [4, 5, 6, 7, 8, 9]
-    assert prompts.take([1])[0].origin == f"{files[0]}, line 2"
-    assert prompts.take([2])[0].origin == f"{files[1]}, row 0 (the first is 0)"
-    assert prompts.take([5])[0].origin == f"{files[2]}, line 1"
+    assert [ids[0] for ids in prompts.take(range(6))["raw_prompt_ids"]] == [4, 5, 6, 7, 8, 9]
+    assert prompts.take([1])["origin"][0] == f"{files[0]}, line 2"
+    assert prompts.take([2])["origin"][0] == f"{files[1]}, row 0 (the first is 0)"
+    assert prompts.take([5])["origin"][0] == f"{files[2]}, line 1"
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", "\n", row("a"), "  \n", row("b"), "\n"))
-    assert [prompt.origin.split(", ")[1] for prompt in prompts.take([0, 1])] == ["line 2", "line 4"]
+    assert [origin.split(", ")[1] for origin in prompts.take([0, 1])["origin"]] == ["line 2", "line 4"]
 
 
 def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
@@ -115,13 +115,13 @@ def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
 ) -> None:
     text = json.dumps(row("a", extra_info={"note": "Größe 🦙\u2028"}), ensure_ascii=False) + "\n"
     prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", text, row("b")))
-    assert prompts.take([0])[0].extra_info == {"note": "Größe 🦙\u2028"}
-    assert prompts.take([1])[0].token_ids == [5, 3]
+    assert prompts.take([0])["extra_info"][0] == {"note": "Größe 🦙\u2028"}
+    assert prompts.take([1])["raw_prompt_ids"][0] == [5, 3]
 
 
 def test_another_column_can_hold_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_parquet(tmp_path / "x.parquet", row(prompt=..., question="a b"))
-    assert prompts_of(tokenizer, file, prompt_key="question").take([0])[0].token_ids == [4, 5]
+    assert prompts_of(tokenizer, file, prompt_key="question").take([0])["raw_prompt_ids"][0] == [4, 5]
     assert "has no 'prompt'" in problem(lambda: prompts_of(tokenizer, file))
 
 
@@ -144,7 +144,7 @@ def test_the_digest_is_that_of_the_tokens(tmp_path: Path, tokenizer: PreTrainedT
 
 def test_plain_strings_are_tokenized_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(prompt="a b"), row("c d"), row(prompt="e"))
-    assert [prompt.token_ids for prompt in prompts_of(tokenizer, file).take([0, 1, 2])] == [[4, 5], [6, 7, 3], [8]]
+    assert prompts_of(tokenizer, file).take([0, 1, 2])["raw_prompt_ids"] == [[4, 5], [6, 7, 3], [8]]
 
 
 def test_a_prompt_is_tokenized_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,7 +164,10 @@ def test_a_prompt_is_tokenized_once(tmp_path: Path, tokenizer: PreTrainedTokeniz
 def test_a_chat_gives_what_the_tokenizer_itself_makes_of_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b c"}]
     expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row(prompt=chat))).take([0])[0].token_ids == expected
+    assert (
+        prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row(prompt=chat))).take([0])["raw_prompt_ids"][0]
+        == expected
+    )
 
 
 def test_a_chat_without_a_template_is_an_error_and_a_plain_string_is_not(
@@ -209,7 +212,7 @@ def test_truncation_keeps_the_end_the_start_or_both(mode: Any, length: int, expe
 def test_a_truncated_prompt_has_the_longest_length_allowed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c d"), row("a"))
     prompts = prompts_of(tokenizer, file, max_prompt_length=3, truncation="left")
-    assert [prompt.token_ids for prompt in prompts.take([0, 1])] == [[6, 7, 3], [4, 3]]
+    assert prompts.take([0, 1])["raw_prompt_ids"] == [[6, 7, 3], [4, 3]]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_with_its_place_its_length_and_the_fix(
@@ -218,7 +221,7 @@ def test_a_prompt_that_is_too_long_is_an_error_with_its_place_its_length_and_the
     file = write_jsonl(tmp_path / "x.jsonl", row("a"), row("a b c"), row("a b c d e"))
     said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=3))
     assert said.startswith(f"{file}, line 2: the prompt has 4 tokens, more than data.max_prompt_length=3")
-    assert "2 of 3 prompts are, the longest has 6" in said
+    assert "2 of 3 prompts are too long, the longest has 6" in said
     assert "Set data.max_prompt_length=6, data.filter_overlong_prompts=true, or data.truncation=left" in said
 
 
@@ -228,15 +231,15 @@ def test_prompts_that_are_too_long_can_be_left_out(
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("b"), row("c d e f"), row("d"))
     with caplog.at_level(logging.WARNING):
         prompts = prompts_of(tokenizer, file, max_prompt_length=3, filter_overlong_prompts=True)
-    assert [prompt.token_ids for prompt in prompts.take(range(len(prompts)))] == [[5, 3], [7, 3]]
-    assert prompts.take([1])[0].origin == f"{file}, line 4"
-    assert "left out 2 of 4 prompts over data.max_prompt_length=3" in caplog.text
+    assert prompts.take(range(len(prompts)))["raw_prompt_ids"] == [[5, 3], [7, 3]]
+    assert prompts.take([1])["origin"][0] == f"{file}, line 4"
+    assert "2 of 4 prompts are longer than data.max_prompt_length=3 and are left out" in caplog.text
 
 
 def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("a b c d"))
     said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=2, filter_overlong_prompts=True))
-    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest 4)" in said
+    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest has 4)" in said
 
 
 # Bad rows
@@ -247,19 +250,25 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
     ("bad", "expected"),
     [
         (row(prompt=None), "has no 'prompt'; it has"),
-        (row(prompt=""), "prompt is an empty string"),
-        (row(prompt=[]), "prompt is an empty chat"),
-        (row(prompt=7), "prompt is int 7; it must be a list of {role, content} or a string"),
-        (row(prompt=["a"]), "prompt[0] is not a message {role, content}"),
-        (row(prompt=[{"content": "a"}]), "prompt[0] is not a message {role, content}"),
-        (row(prompt=[{"role": "user", "content": None}]), "prompt[0].content is NoneType; only text"),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "only text is supported"),
+        (row(prompt=""), "prompt=: String should have at least 1 character"),
+        (row(prompt=[]), "prompt=[]: List should have at least 1 item"),
+        (
+            row(prompt=7),
+            "prompt=7: Input should be a valid list; a prompt is a string, or a list of messages {role, content}",
+        ),
+        (row(prompt=["a"]), "prompt.0=a: Input should be a valid dictionary; a prompt is a string, or"),
+        (row(prompt=[{"content": "a"}]), "prompt.0.role: Field required"),
+        (row(prompt=[{"role": "user", "content": None}]), "prompt.0.content=null: Input should be a valid string"),
+        (
+            row(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
+            "prompt.0.content=[{type:image}]: Input should be a valid string",
+        ),
         (row(data_source=...), "has no 'data_source'; it has"),
-        (row(data_source=3), "data_source is int 3; it must be a string"),
+        (row(data_source=3), "data_source=3: Input should be a valid string"),
         (row(reward_model=...), "has no reward_model.ground_truth"),
         (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
-        (row(reward_model="rule"), "reward_model is str 'rule'; it must be an object"),
-        (row(extra_info=[1]), "extra_info is list [1]; it must be an object"),
+        (row(reward_model="rule"), "reward_model=rule: Input should be a valid dictionary"),
+        (row(extra_info=[1]), "extra_info=[1]: Input should be a valid dictionary"),
         (row(prompt="   "), "prompt has no tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -277,8 +286,8 @@ def test_a_bad_row_is_named_with_what_is_wrong_with_it(
     ("line", "expected"),
     [
         ('{"prompt": \n', "line 2: is not JSON"),
-        ("[\n", "line 2: begins a JSON list; write one object per line"),
-        ("3\n", "line 2: is a JSON int; every line holds one object"),
+        ("[\n", "line 2: starts a JSON list; write one object per line"),
+        ("3\n", "line 2: is a JSON int; write one object per line"),
     ],
 )
 def test_a_line_that_is_no_json_object_is_named(
@@ -297,9 +306,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path, tokenizer: PreTrained
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
-        (row(prompt="a \ud83d"), "prompt holds half of a surrogate pair"),
-        (row(letters="a \udc00"), "prompt holds half of a surrogate pair"),
-        (row(data_source="exact_match/\ud800"), "data_source holds half of a surrogate pair"),
+        (row(prompt="a \ud83d"), "prompt='a \\ud83d': Input should be a valid string, unable to parse"),
+        (row(letters="a \udc00"), "the chat template of"),
+        (row(data_source="exact_match/\ud800"), "data_source='exact_match/\\ud800': Input should be"),
     ],
 )
 def test_half_a_character_is_named_with_its_column(
@@ -332,14 +341,14 @@ def test_of_many_bad_rows_the_first_five_are_shown_and_the_rest_counted(
     file = write_jsonl(tmp_path / "x.jsonl", *[row(data_source=...)] * 7, row())
     lines = problem(lambda: prompts_of(tokenizer, file)).splitlines()
     assert [line.split(":")[0].split(", ")[1] for line in lines[:5]] == [f"line {i}" for i in range(1, 6)]
-    assert lines[5:] == ["data.train_files: 2 more rows are bad, of 8"]
+    assert lines[5:] == ["data.train_files: 2 more of 8 rows are bad"]
 
 
 def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(reward_model=...))
-    assert prompts_of(tokenizer, file, needs_ground_truth=False).take([0])[0].reward_model == {}
+    assert prompts_of(tokenizer, file, needs_ground_truth=False).take([0])["reward_model"][0] == {}
 
 
 # Bad files
@@ -350,7 +359,7 @@ def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
     [
         ("nowhere.jsonl", "there is no such file"),
         ("folder", "is a folder; name the .parquet or .jsonl files in it"),
-        ("table.csv", "are read from .parquet and .jsonl files, not from '.csv'"),
+        ("table.csv", "prompts must be .parquet or .jsonl files, not '.csv'"),
         ("broken.parquet", "cannot be read as Parquet"),
     ],
 )
@@ -368,7 +377,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_key(
 
 
 def test_remote_files_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert "only local files are read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
+    assert "only local files can be read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
 
 
 def test_no_files_and_no_rows_are_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -401,8 +410,8 @@ def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: Pr
         ]
     ).config
     train, val = train_prompts(config, tokenizer), val_prompts(config, tokenizer)
-    assert [prompt.token_ids for prompt in train.take([0, 1])] == [[4, 5, 6], [5, 3]]
-    assert (len(train), len(val), val.take([0])[0].token_ids) == (2, 1, [7, 3])
+    assert train.take([0, 1])["raw_prompt_ids"] == [[4, 5, 6], [5, 3]]
+    assert (len(train), len(val), val.take([0])["raw_prompt_ids"][0]) == (2, 1, [7, 3])
 
 
 def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -31,12 +31,12 @@ def test_an_idle_pool_is_told_which_division_would_shorten_the_step_and_to_what(
     """The critic works 2 of 10 s. With 3 of 4 GPUs: gen 8/3 s, values (twice as long) 2 s, update_actor 8/3 s."""
     idle, overlap = findings_of(make_run())
     assert idle.text == (
-        "critic_pool was idle 80% of the time. With placement.split.actor_gpus_per_node=3 a step would take 7.33 s "
-        "instead of 10 s, by linear scaling of the measured spans (an estimate)."
+        "critic_pool was idle 80% of the time. With placement.split.actor_gpus_per_node=3 a step would take about "
+        "7.33 s instead of 10 s (an estimate: the measured spans, scaled linearly)."
     )
     assert idle.numbers == pytest.approx({"idle_fraction": 0.8, "step_s": 10.0, "estimated_step_s": 22 / 3})
     assert idle.keys == ("placement.split.actor_gpus_per_node=3",)
-    assert overlap.text == "Pools working at the same time saved 2 s a step, which took 10 s."
+    assert overlap.text == "Pools that worked at the same time saved 2 s per step; a step took 10 s."
     assert overlap.numbers == pytest.approx({"saved_s": 2.0, "step_s": 10.0})
 
 
@@ -54,12 +54,12 @@ def test_a_division_that_the_batch_sizes_do_not_allow_says_what_else_to_change()
     sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     idle, *_ = findings_of(make_run(overrides=sizes))
     assert idle.keys == ("placement.split.actor_gpus_per_node=3",)
-    assert "It needs another change, too: data.train_batch_size=16: 16 sequences cannot be cut into 3" in idle.text
+    assert "Another change is needed as well: data.train_batch_size=16: 16 sequences cannot be cut into 3" in idle.text
 
 
 def test_two_gpus_cannot_be_divided_in_another_way() -> None:
     idle, *_ = findings_of(make_run(overrides=("trainer.n_gpus_per_node=2",)))
-    assert idle.text.startswith("critic_pool was idle 80% of the time, and no other division of these GPUs")
+    assert idle.text.startswith("critic_pool was idle 80% of the time, and no other split of these GPUs")
     assert idle.keys == ("placement.strategy=standard", "placement.split.share=0.5")
 
 
@@ -80,7 +80,7 @@ def test_an_idle_pool_that_the_user_wrote_out_is_to_be_smaller() -> None:
 def test_a_slow_rank_is_named_with_what_the_others_waited() -> None:
     """One rank generates 2 s longer, which makes a step of 12 s."""
     (slow,) = [finding for finding in findings_of(make_run(late={("gen", 1): 2.0})) if "slowest" in finding.text]
-    assert slow.text == f"In gen the slowest rank of {ACTOR} kept the other waiting 2 s of every step (17%)."
+    assert slow.text == f"In gen the other rank of {ACTOR} waited 2 s per step (17%) for the slowest rank."
     assert slow.numbers == pytest.approx({"waited_s": 2.0, "step_s": 12.0})
     assert slow.keys == ("data.max_response_length",)
 
@@ -100,7 +100,9 @@ def test_an_uneven_update_names_what_is_not_in_force_yet(overrides: tuple[str, .
 
 def test_a_slow_driver_is_named() -> None:
     (found,) = [finding for finding in findings_of(make_run(seconds={"adv": 2.5})) if "driver" in finding.text]
-    assert found.text.startswith("20% of a step's critical path is the driver (2.5 s) and handing over")
+    assert found.text.startswith(
+        "20% of a step's critical path is not work in a pool, but the driver (2.5 s) and hand-overs"
+    )
     assert found.numbers == pytest.approx({"share": 0.2, "driver_s": 2.5, "hand_over_s": 0.0, "step_s": 12.5})
 
 
@@ -109,17 +111,17 @@ def test_a_slow_driver_is_named() -> None:
     [
         (
             79.0,
-            "1% was free: a longer batch may not fit",
+            "1% was free): a longer batch may not fit",
             ACTOR,
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         ),
-        (40.0, "50% was free: larger passes are faster", CRITIC, "critic.ppo_micro_batch_size_per_gpu"),
+        (40.0, "50% was free): larger micro-batches would be faster", CRITIC, "critic.ppo_micro_batch_size_per_gpu"),
     ],
 )
 def test_memory_that_runs_short_or_lies_idle_is_named(used: float, words: str, pool: str, key: str) -> None:
     monitor = [sample(10.0, 80.0, pool), sample(used, 80.0, pool)]
     (found,) = [finding for finding in findings_of(make_run(monitor=monitor)) if "GiB" in finding.text]
-    assert found.text.startswith(f"{pool} used at most {used} of a GPU's 80.0 GiB, {words}")
+    assert found.text.startswith(f"{pool} used at most {used} of 80.0 GiB of a GPU ({words}")
     assert found.keys == (key,)
 
 

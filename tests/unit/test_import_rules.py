@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "transformers", "matplotlib")
 
 # The order of docs/architecture.md: each part may import those of earlier lines.
 ORDER = [
-    {"errors", "seeds"},
+    {"errors", "files", "seeds"},
     {"config"},
     {"placement"},
     {"metrics"},
@@ -29,13 +29,13 @@ ORDER = [
     {"cli"},
 ]
 MAY_IMPORT = {part: set().union(*ORDER[:level]) for level, parts in enumerate(ORDER) for part in parts}
-MAY_IMPORT["cluster"] = {"errors", "seeds", "config", "placement", "metrics", "protocol"}
-MAY_IMPORT["planner"] = MAY_IMPORT["report"] = {"errors", "config", "placement", "metrics"}
+MAY_IMPORT["cluster"] = {"errors", "files", "seeds", "config", "placement", "metrics", "protocol"}
+MAY_IMPORT["planner"] = MAY_IMPORT["report"] = {"errors", "files", "config", "placement", "metrics"}
 MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["trainer"] |= {"cluster", "command_line"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
-WITHOUT_TORCH = {"errors", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
+WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
 WITH_RAY = {"cluster"}
 
 

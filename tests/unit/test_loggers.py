@@ -45,7 +45,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
         for step in range(3):
             made.log(step, {"a": 1.0})
     assert [record.getMessage() for record in caplog.records] == [
-        "trainer.logger: tensorboard failed and is left out from now on: OSError('no space left on device')"
+        "trainer.logger: tensorboard failed; training continues without it: OSError('no space left on device')"
     ]
 
 

@@ -13,7 +13,8 @@ from synthetic_runs import write_run
 
 from commands import Outcome
 from rolepool.errors import ConfigError
-from rolepool.metrics.run_folder import RunFolder, write_whole
+from rolepool.files import write_atomically
+from rolepool.metrics.run_folder import RunFolder
 
 Rolepool = Callable[..., Outcome]
 
@@ -52,7 +53,7 @@ def run(tmp_path: Path) -> Path:
         ("report RUN -o FILE/page.html", ("report FILE/page.html: cannot be written", "-o")),
         ("plot RUN --output-dir FILE", ("--output-dir FILE: cannot be written", "name another folder")),
         ("compare RUN RUN --output-dir FILE/it", ("--output-dir FILE/it: cannot be written", "name another folder")),
-        ("demo FILE/demo", ("FILE/demo: cannot be made", "name another folder")),
+        ("demo FILE/demo", ("FILE/demo: cannot be written", "name another folder")),
     ],
 )
 def test_a_place_that_cannot_be_written_to_is_named_with_its_option(
@@ -83,14 +84,14 @@ def test_a_full_disk_in_a_run_is_told_with_the_key_of_its_folder(tmp_path: Path)
     with no_file_larger_than(10), pytest.raises(ConfigError) as raised:
         RunFolder(tmp_path).add_metrics(1, {"critic/score/mean": 0.5})
     key = f"trainer.default_local_dir={tmp_path}"
-    assert str(raised.value) == f"{key}: metrics.jsonl cannot be written (File too large); mend that and go on"
+    assert str(raised.value) == f"{key}: metrics.jsonl cannot be written (File too large); fix it and resume"
 
 
 def test_a_full_disk_leaves_no_half_of_a_demo(rolepool: Rolepool, tmp_path: Path) -> None:
     """Its prompts fit, and the model, which is not written by Python, does not."""
     with no_file_larger_than(2**20):
         outcome = rolepool("demo", str(tmp_path / "demo"))
-    assert_one_line(outcome, f"{tmp_path / 'demo'}: cannot be made", "File too large")
+    assert_one_line(outcome, f"{tmp_path / 'demo'}: cannot be written", "File too large")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,7 +104,7 @@ def test_prompts_that_cannot_be_read_are_named_with_their_key(rolepool: Rolepool
     keys = [f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
     keys += ["data.max_prompt_length=8", "data.max_response_length=4"]
     outcome = rolepool("train", *keys, f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'run'}")
-    assert_one_line(outcome, f"data.train_files={file}: cannot be read (Input/output error); name a file that can be")
+    assert_one_line(outcome, f"data.train_files={file}: cannot be read (Input/output error); name a readable file")
     assert not (tmp_path / "run").exists()
 
 
@@ -131,7 +132,7 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "file.txt"
     file.write_text("old", encoding="utf-8")
     with pytest.raises(RuntimeError):
-        write_whole(file, pieces())
+        write_atomically(file, pieces())
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
     assert file.read_text(encoding="utf-8") == "old"
 

@@ -35,8 +35,8 @@ def make_hostile(run: Run) -> Run:
         hostile = operation if operation == "gen" else operation + HOSTILE  # steps begin with "gen"
         spans.append(Recorded(step, hostile, span._replace(parts=((HOSTILE, 0.1),))))
     config = {**run.config, "trainer": {**run.config["trainer"], "experiment_name": HOSTILE}}
-    rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.rows.items()}
-    return replace(run, name=HOSTILE, spans=spans, config=config, rows=rows, skipped={HOSTILE: 2})
+    rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.metrics.items()}
+    return replace(run, name=HOSTILE, spans=spans, config=config, metrics=rows, skipped={HOSTILE: 2})
 
 
 def test_the_command_writes_the_page_into_the_run_folder_and_names_it(
@@ -119,7 +119,7 @@ def test_the_page_asks_for_nothing_from_outside() -> None:
 def test_a_diverged_loss_is_no_number_on_the_page() -> None:
     run = make_run()
     diverged = {"actor/pg_loss": math.nan, "actor/ppo_kl": math.inf}
-    run = replace(run, rows={step: {**row, **diverged} for step, row in run.rows.items()})
+    run = replace(run, metrics={step: {**row, **diverged} for step, row in run.metrics.items()})
     curves = {chart["title"]: chart["series"][0] for chart in data_in(render(run))["curves"]}
     assert set(curves["Loss"]["mean"]) == set(curves["KL"]["max"]) == {None}
 
@@ -182,8 +182,8 @@ def check_bounds(run: Run, page: str) -> dict[str, Any]:
 def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes() -> None:
     run = make_long_run(600)
     slow = [each if each.step <= 300 else each._replace(span=each.span.on_clock(-5.0)) for each in run.spans]
-    rows = {**run.rows, 77: {**run.rows[77], "actor/pg_loss": 99.0}}
-    data = check_bounds(run, render(replace(run, spans=slow, rows=rows)))
+    rows = {**run.metrics, 77: {**run.metrics[77], "actor/pg_loss": 99.0}}
+    data = check_bounds(run, render(replace(run, spans=slow, metrics=rows)))
     labels = [window["label"] for window in data["timeline"]["windows"]]
     assert labels[0].endswith("(first)")
     assert labels[-1].endswith("to 600 (last)")

@@ -15,6 +15,7 @@ from rolepool.errors import ConfigError
 from rolepool.report.compare import Line, as_table, check_same_work, compare, ratio_of_means, read_runs
 from rolepool.report.logs import read_logs
 from rolepool.report.placements import overrides_of, run_placements
+from rolepool.report.run import finite_values
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_numbers_are_those_of_the_rows_without_warm_up(folders: list[Path]) -> N
     lines = compare(read_runs(folders))
     for folder, num_dropped in zip(folders, (2, 1), strict=True):
         (log,) = read_logs([folder])
-        values = log.values("timing_s/gen")[1][num_dropped:]
+        values = finite_values(log.metrics, "timing_s/gen")[1][num_dropped:]
         line = line_of(lines, "timing_s/gen", folder.name)
         expected = (np.mean(values), np.median(values), np.quantile(values, 0.95))
         assert (line.mean, line.p50, line.p95) == pytest.approx(expected)
@@ -101,7 +102,7 @@ def test_a_run_can_be_compared_with_itself(folders: list[Path]) -> None:
 def test_a_run_without_rows_is_refused(tmp_path: Path, folders: list[Path]) -> None:
     empty = write_run(tmp_path / "empty", num_steps=1)
     (empty / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"empty: its metrics.jsonl has no row"):
+    with pytest.raises(ConfigError, match=r"empty: its metrics.jsonl has no rows"):
         compare(read_runs([folders[0], empty]))
 
 
@@ -118,10 +119,10 @@ def test_work_that_differs_is_refused_key_by_key(tmp_path: Path, folders: list[P
     with pytest.raises(ConfigError) as refused:
         check_same_work(read_runs([folders[0], other]))
     assert refused.value.problems == (
-        "data.train_batch_size: the runs' work differs (64 in standard, 32 in other); "
-        "compare all the same with --force",
-        "actor_rollout_ref.rollout.n: the runs' work differs (1 in standard, 2 in other); "
-        "compare all the same with --force",
+        "data.train_batch_size: the work of the runs differs (64 in standard, 32 in other); "
+        "to compare them anyway, use --force",
+        "actor_rollout_ref.rollout.n: the work of the runs differs (1 in standard, 2 in other); "
+        "to compare them anyway, use --force",
     )
 
 
@@ -155,7 +156,7 @@ def test_the_command_refuses_such_runs_and_can_be_forced(
     arguments = ("compare", str(folders[0]), str(other), "--output-dir", str(tmp_path / "out"))
     refused = rolepool(*arguments)
     assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 2)
-    assert "actor_rollout_ref.actor.ppo_epochs: the runs' work differs (1 in standard, 2 in other)" in refused.err
+    assert "actor_rollout_ref.actor.ppo_epochs: the work of the runs differs (1 in standard, 2 in other)" in refused.err
     assert rolepool(*arguments, "--force").code == 0
 
 
@@ -222,8 +223,8 @@ def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_traini
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         run_placements(str(recipe), [], ["split", "standard"], say=print)
-    assert any("under standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
-    assert not any("under split" in problem for problem in refused.value.problems)
+    assert any("with standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
+    assert not any("with split" in problem for problem in refused.value.problems)
     assert not (tmp_path / "runs").exists()
 
 

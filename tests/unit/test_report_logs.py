@@ -10,7 +10,8 @@ from synthetic_runs import write_run
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import console_line
-from rolepool.report.logs import cut_into_runs, parse_log, read_logs
+from rolepool.report.logs import parse_log, read_logs, split_into_runs
+from rolepool.report.run import finite_values
 
 
 def parse(text: str) -> list[dict[int, dict[str, float]]]:
@@ -51,9 +52,9 @@ def test_a_line_gives_its_numbers_and_no_others(line: str, expected: dict[str, f
 def test_not_a_number_is_kept_and_left_out_of_values(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("step:1 - a:nan - b:1\nstep:2 - a:np.float64(nan) - b:2\nstep:3 - a:3\n")
     (log,) = read_logs([tmp_path / "a.log"])
-    assert math.isnan(log.rows[1]["a"]) and math.isnan(log.rows[2]["a"])
-    assert log.values("a") == ([3], [3.0])
-    assert log.values("b") == ([1, 2], [1.0, 2.0])
+    assert math.isnan(log.metrics[1]["a"]) and math.isnan(log.metrics[2]["a"])
+    assert finite_values(log.metrics, "a") == ([3], [3.0])
+    assert finite_values(log.metrics, "b") == ([1, 2], [1.0, 2.0])
 
 
 def test_our_own_line_is_read_back() -> None:
@@ -115,7 +116,7 @@ def test_a_run_begun_on_the_line_where_another_was_killed_is_seen() -> None:
 
 def test_rows_are_not_shared_with_whoever_gave_them() -> None:
     row = {"a": 1.0}
-    runs = cut_into_runs([(1, row), (1, {"val/b": 2.0})])
+    runs = split_into_runs([(1, row), (1, {"val/b": 2.0})])
     assert runs == [{1: {"a": 1.0, "val/b": 2.0}}] and row == {"a": 1.0}
 
 
@@ -128,10 +129,10 @@ def test_a_run_folder_stands_for_its_metrics_and_without_them_for_its_log(tmp_pa
     (folder / "metrics.jsonl").unlink()
     (rounded,) = read_logs([folder])
     assert log.name == rounded.name == "one"
-    assert list(log.rows) == list(rounded.rows) == [0, 1, 2, 3, 4]
-    assert log.rows[3].keys() == rounded.rows[3].keys()
-    assert all(math.isclose(log.rows[3][name], rounded.rows[3][name], rel_tol=1e-5) for name in log.rows[3])
-    assert log.rows[3] != rounded.rows[3]
+    assert list(log.metrics) == list(rounded.metrics) == [0, 1, 2, 3, 4]
+    assert log.metrics[3].keys() == rounded.metrics[3].keys()
+    assert all(math.isclose(log.metrics[3][name], rounded.metrics[3][name], rel_tol=1e-5) for name in log.metrics[3])
+    assert log.metrics[3] != rounded.metrics[3]
 
 
 def test_lines_of_metrics_that_are_cut_off_are_passed_over(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_lines_of_metrics_that_are_cut_off_are_passed_over(tmp_path: Path) -> No
         '{"step": 1, "a": 1}\n[2]\n{"a": 3}\n\n{"step": 2, "a": "x"}\n{"step": 3, "a"'
     )
     (log,) = read_logs([tmp_path])
-    assert log.rows == {1: {"a": 1.0}}
+    assert log.metrics == {1: {"a": 1.0}}
 
 
 def test_names_tell_runs_and_files_apart(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_the_csv_holds_the_parsed_numbers_exactly(tmp_path: Path) -> None:
     with (tmp_path / "out" / "timing_metrics.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     parsed = [
-        (log.name, step, row) for log in read_logs([folder, tmp_path / "verl.log"]) for step, row in log.rows.items()
+        (log.name, step, row) for log in read_logs([folder, tmp_path / "verl.log"]) for step, row in log.metrics.items()
     ]
     assert len(lines) == len(parsed) == 4 + 2
     for line, (name, step, row) in zip(lines, parsed, strict=True):

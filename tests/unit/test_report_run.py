@@ -55,12 +55,12 @@ def test_a_run_is_read_back_as_it_was_written(folder: RunFolder) -> None:
     assert run.config == loaded.config.model_dump(mode="json")
     assert run.plan == build_plan(loaded.config)
     assert run.spans == [Recorded(1, "update_actor", SPAN), Recorded(2, "update_actor", SPAN)]
-    assert run.rows[2] == {"critic/score/mean": 1.0, "training/epoch": 0}
+    assert run.metrics[2] == {"critic/score/mean": 1.0, "training/epoch": 0}
     assert run.monitor == [MOMENT]
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere: is no folder; give the folder a run wrote to"):
+    with pytest.raises(ConfigError, match=r"nowhere: is not a folder; give the folder a run wrote to"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config\.yaml, metrics\.jsonl or spans\.jsonl"):
         read_run(tmp_path)
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_before_its_first_step_is_a_run_without_rows(folde
     for name in ("plan.json", "metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
         (folder.path / name).unlink()
     run = read_run(folder.path)
-    assert (run.plan, run.rows, run.spans, run.monitor, run.skipped) == (None, {}, [], [], {})
+    assert (run.plan, run.metrics, run.spans, run.monitor, run.skipped) == (None, {}, [], [], {})
 
 
 SPAN_LINE = json.dumps({"step": 3, "operation": "gen", **SPAN._asdict()})
@@ -118,8 +118,8 @@ def test_unreadable_rows_and_moments_are_counted_by_file_and_a_loss_that_is_not_
     folder.add_metrics(3, {"actor/pg_loss": math.nan})
     append(folder, "monitor.jsonl", json.dumps({**MOMENT, "gpus": [{"index": 0}]}) + '\n{"time_s"')
     run = read_run(folder.path)
-    assert list(run.rows) == [1, 2, 3]
-    assert math.isnan(run.rows[3]["actor/pg_loss"])
+    assert list(run.metrics) == [1, 2, 3]
+    assert math.isnan(run.metrics[3]["actor/pg_loss"])
     assert run.skipped == {"metrics.jsonl": 5, "monitor.jsonl": 2}
 
 
@@ -127,7 +127,7 @@ def test_whole_files_that_cannot_be_read_are_left_out(folder: RunFolder) -> None
     folder.write("plan.json", "{}")
     folder.write("config.yaml", "a: [1")
     run = read_run(folder.path)
-    assert (run.config, run.plan, len(run.rows)) == ({}, None, 2)
+    assert (run.config, run.plan, len(run.metrics)) == ({}, None, 2)
     assert run.skipped == {"config.yaml": 1, "plan.json": 1}
 
 

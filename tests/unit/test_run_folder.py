@@ -49,11 +49,13 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path, root: 
     command = [sys.executable, "-c", HOLD, folder.path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root / "src") as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
-        words = rf"trainer.default_local_dir={folder.path}: another run writes there \(process {first.pid} on .*; wait"
+        words = (
+            rf"trainer.default_local_dir={folder.path}: another run is writing there \(process {first.pid} on .*; wait"
+        )
         with pytest.raises(ConfigError, match=words), folder.hold():
             pass
         first.send_signal(signal.SIGKILL)
-    with folder.hold(), pytest.raises(ConfigError, match="another run writes there"), folder.hold():
+    with folder.hold(), pytest.raises(ConfigError, match="another run is writing there"), folder.hold():
         pass
     assert names_in(folder.path) == []
 
@@ -61,7 +63,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path, root: 
 @pytest.mark.parametrize("place", ["a_file", "a_file/run", "n" * 300])
 def test_a_place_that_cannot_be_a_run_folder_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "a_file").write_text("mine")
-    words = f"trainer.default_local_dir={tmp_path / place}: no folder to write to .*; name another"
+    words = f"trainer.default_local_dir={tmp_path / place}: cannot be written .*; name another folder"
     with pytest.raises(ConfigError, match=words), RunFolder(tmp_path / place).hold():
         pass
     assert names_in(tmp_path) == ["a_file"]
@@ -74,7 +76,7 @@ def test_files_that_no_run_wrote_are_not_in_a_runs_way(tmp_path: Path, folder: R
     RunFolder(mine).check_is_ours()
     (mine / "config.yaml").write_text("mine")
     with pytest.raises(
-        ConfigError, match=f"trainer.default_local_dir={mine}: config.yaml would be .*; name a new folder"
+        ConfigError, match=f"trainer.default_local_dir={mine}: the run would overwrite config.yaml.*; name a new folder"
     ):
         RunFolder(mine).check_is_ours()
     folder.check_is_ours()
@@ -100,7 +102,7 @@ def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(
     for kind in ("checkpoints", "validation"):
         assert (len(names_in(folder.path / kind)), len(names_in(aside / kind))) == (1, 1)
     assert names_in(folder.checkpoints) == ["step_000002"]
-    assert list(read_run(aside).rows) == [3, 4]
+    assert list(read_run(aside).metrics) == [3, 4]
     assert folder.begin(after_step=2) is None
     assert names_in(folder.path / "earlier") == ["1"]
 

@@ -12,16 +12,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.report.run import Lines
-from rolepool.report.watch import LAST_STEPS, Watched
+from rolepool.report.run import JsonLines
+from rolepool.report.watch import LAST_STEPS, WatchedRun
 
 
-def text_of(watched: Watched) -> str:
+def text_of(watched: WatchedRun) -> str:
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     console.print(watched.frame())
     return console.export_text()
@@ -35,7 +34,7 @@ def test_one_frame_shows_pools_last_operations_busy_time_reward_and_time_left(
     lines = out.splitlines()
     assert (code, err) == (0, "")
     row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2])
-    assert lines[0].startswith(f"run: step 12 of 20, {row['timing_s/step']:.3g} s a step, about 0:01:0")
+    assert lines[0].startswith(f"run: step 12 of 20, {row['timing_s/step']:.3g} s per step, about 0:01:0")
     critic = next(line.split() for line in lines if line.startswith("critic_pool"))
     assert critic[1] == "0"
     assert critic[-5:-2] == ["GiB", "update_critic", "12"]
@@ -43,14 +42,13 @@ def test_one_frame_shows_pools_last_operations_busy_time_reward_and_time_left(
     assert lines[-1].endswith("0.167 -> 0.706")
 
 
-def test_busy_time_is_that_of_the_last_steps(tmp_path: Path) -> None:
-    watched = Watched(write_run(tmp_path / "run", "split"))
-    assert {recorded.step for recorded in watched.spans} == set(range(13 - LAST_STEPS, 13))
-    start = min(each.span.start_s for each in watched.spans if each.operation == "gen")
-    end = max(each.span.end_s for each in watched.spans)
-    spans = [each.span for each in watched.spans if each.span.pool == "critic_pool"]
-    expected = sum(span.duration_s for span in spans) / 2 / (end - start)
-    assert watched._busy()["critic_pool"] == pytest.approx(expected)
+def test_busy_time_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "split")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    fractions = [row["pool/critic_pool/busy_fraction"] for row in rows if "pool/critic_pool/busy_fraction" in row]
+    expected = sum(fractions[-LAST_STEPS:]) / LAST_STEPS
+    line = next(line for line in text_of(WatchedRun(folder)).splitlines() if line.startswith("critic_pool"))
+    assert line.split()[2] == f"{expected:.0%}"
 
 
 def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(whole / "config.yaml", folder)
-    watched = Watched(folder)
+    watched = WatchedRun(folder)
     assert "step 0 of 12" in text_of(watched)
     for name in ("metrics.jsonl", "spans.jsonl"):
         lines = (whole / name).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -97,46 +95,46 @@ def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: 
 
 def test_a_growing_file_gives_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines: Lines[int] = Lines(path, json.loads)
-    assert list(lines.new()) == []
+    lines: JsonLines[int] = JsonLines(path, json.loads)
+    assert list(lines.read_new()) == []
     path.write_text("1\n2\n3", encoding="utf-8")
-    assert list(lines.new()) == [1, 2]
+    assert list(lines.read_new()) == [1, 2]
     with path.open("a", encoding="utf-8") as file:
         file.write("4\n5\n")
-    assert list(lines.new()) == [34, 5]
-    assert list(lines.new()) == []
+    assert list(lines.read_new()) == [34, 5]
+    assert list(lines.read_new()) == []
     (tmp_path / "b").write_text("7\n", encoding="utf-8")
     (tmp_path / "b").replace(path)
-    assert list(lines.new()) == [7]
+    assert list(lines.read_new()) == [7]
 
 
 def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"n": {number}}}\n' for number in range(100_000)), encoding="utf-8")
-    numbers = [line["n"] for line in Lines(path, json.loads, last_bytes=1000).new()]
+    numbers = [line["n"] for line in JsonLines(path, json.loads, last_bytes=1000).read_new()]
     assert 50 < len(numbers) < 100
     assert numbers[-1] == 99_999
 
 
 def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "split")
-    before = text_of(Watched(folder))
+    before = text_of(WatchedRun(folder))
     for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
         with (folder / name).open("a", encoding="utf-8") as file:
             file.write(
                 '[]\n7\n{"step": "x"}\n{"step": 99, "oper\n{"step": 99, "operation": "gen", "pool": 1}\n{"gpus": [3]}\n'
             )
             file.write(b"\xff\xfe".decode("latin-1") + "\n")
-    assert text_of(Watched(folder)) == before
+    assert text_of(WatchedRun(folder)) == before
 
 
 def test_the_number_of_steps_follows_from_the_rows_where_the_config_names_epochs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", overrides=("trainer.total_epochs=1",))
-    assert Watched(folder).num_steps is None
+    assert WatchedRun(folder).num_steps is None
     for step, is_finished in ((13, False), (14, True)):
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "timing_s/step": 1.0, "training/num_steps": 14.0}) + "\n")
-        assert (Watched(folder).num_steps, Watched(folder).is_finished) == (14, is_finished)
+        assert (WatchedRun(folder).num_steps, WatchedRun(folder).is_finished) == (14, is_finished)
 
 
 def test_a_run_that_only_validates_ends_with_its_validation(tmp_path: Path) -> None:
@@ -144,9 +142,9 @@ def test_a_run_that_only_validates_ends_with_its_validation(tmp_path: Path) -> N
     folder = tmp_path / "validated"
     folder.mkdir()
     (folder / "config.yaml").write_text(config.replace("val_only: false", "val_only: true"), encoding="utf-8")
-    assert not Watched(folder).is_finished
+    assert not WatchedRun(folder).is_finished
     (folder / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n', encoding="utf-8")
-    assert Watched(folder).is_finished
+    assert WatchedRun(folder).is_finished
 
 
 def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:
@@ -160,13 +158,13 @@ def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Cal
 
 def test_many_ranks_are_not_all_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=2, overrides=("trainer.n_gpus_per_node=16",))
-    assert "and 8 more" in text_of(Watched(folder))
+    assert "and 8 more" in text_of(WatchedRun(folder))
 
 
 def test_a_silent_run_says_for_how_long(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    assert "nothing written" not in text_of(Watched(folder))
+    assert "nothing written" not in text_of(WatchedRun(folder))
     for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
         status = (folder / name).stat()
         os.utime(folder / name, (status.st_atime, status.st_mtime - 300))
-    assert "nothing written for 30" in text_of(Watched(folder))
+    assert "nothing written for 30" in text_of(WatchedRun(folder))

@@ -1,6 +1,6 @@
-"""Prompts in, rewards out: Parquet and JSONL files, chat templates, batches with a position, rule rewards, the demo.
+"""Prompts and rewards: Parquet and JSONL files, chat templates, batches, rule rewards, and the demo.
 
-Knows no process and no model; `demo` alone makes model folders, with random weights.
+Does not know processes or models; only `demo` creates model folders, with random weights.
 """
 
 from rolepool.data.loader import PromptLoader, validation_batches

@@ -1,15 +1,15 @@
-"""The embedded demo: a task, a tokenizer and a small transformer with random weights, made on first use, offline.
+"""The embedded demo: a task, a tokenizer and a small transformer with random weights, created offline on first use.
 
-The task is next letters: the prompt is a few letters and the answer to each is the one after it, `c a h b =` asks for
-`d b a c`. A response earns the fraction of letters that are right, so that a policy that knows nothing earns a little
-here and there and has something to learn from, and the best answer that ignores the prompt earns 1 in 8. Validation
-prompts do not occur in training.
+The task is next letters: a prompt is a few letters, and the answer is the next letter of each: `c a h b =` asks for
+`d b a c`. The reward is the fraction of correct letters, so that even a random policy earns something it can learn
+from; the best answer that ignores the prompt earns 1 in 8. Validation prompts do not occur in training.
 
-Owns the folders it writes, each whole or absent. What is in them depends on nothing but this file.
+Owns the folders it writes, each complete or absent. Their content depends only on this file.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from rolepool.errors import ConfigError
 
 VERSION = 2
-"""Changes with anything that is written, so that folders of an older version are made anew."""
+"""Increase it when the content changes, so that folders of an older version are replaced."""
 
 SEED = 1
 LETTERS = "abcdefgh"
@@ -56,7 +56,7 @@ MARKER = "made_by_rolepool.json"
 
 
 class Demo:
-    """Where the demo's files are: models with their tokenizer, the reward model with one label, and the prompts."""
+    """The paths of the demo's files: model and reward model, each with the tokenizer, and the prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,27 +67,27 @@ class Demo:
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:
-    """The demo in this folder; made when it is not there yet, under a temporary name that is then changed."""
+    """The demo in this folder. Creates it if it does not exist, in a temporary folder that is then renamed."""
     demo = Demo(Path(folder))
     place, version = demo.folder, _version_of(demo.folder)
     if version == VERSION:
         return demo
     if place.exists() and (not place.is_dir() or (any(place.iterdir()) and version is None)):
-        raise ConfigError(f"{place}: is in the way of the demo and was not made by rolepool; move it")
+        raise ConfigError(f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo")
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
     try:
-        temporary.chmod(0o755)  # mkdtemp lets nobody else read
+        temporary.chmod(0o755)  # mkdtemp makes it private
         new, old = Demo(temporary / "new"), temporary / "old"
         new.folder.mkdir()
         _write(new)
         if _version_of(place) not in (None, VERSION):
-            with suppress(FileNotFoundError):  # another process has moved it away
+            with suppress(FileNotFoundError):  # another process has moved it
                 place.rename(old)
         try:
             new.folder.rename(place)
         except OSError:
-            if _version_of(place) != VERSION:  # else another process was faster, and its folder is the same as ours
+            if _version_of(place) != VERSION:  # otherwise another process has made the same folder
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -95,7 +95,7 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
 
 
 def _version_of(folder: Path) -> Any:
-    """What a finished folder says about itself; None where it says nothing."""
+    """The version of a complete demo folder; None for any other folder."""
     try:
         return json.loads((folder / MARKER).read_text(encoding="utf-8"))["version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,15 +106,12 @@ def _version_of(folder: Path) -> Any:
 
 
 def next_letters(letters: str) -> str:
-    """The right answer to letters set apart by spaces."""
+    """The correct answer to letters separated by spaces."""
     return " ".join(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split())
 
 
-def _rows(numbers: list[int], split: str) -> Iterator[dict[str, Any]]:
-    """A row for each number, whose digits in base 8 are the letters."""
-    for index, number in enumerate(numbers):
-        digits = [number // len(LETTERS) ** place % len(LETTERS) for place in range(NUM_LETTERS_PER_PROMPT)]
-        letters = " ".join(LETTERS[digit] for digit in digits)
+def _rows(prompts: list[str], split: str) -> Iterator[dict[str, Any]]:
+    for index, letters in enumerate(prompts):
         yield {
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": letters}],
@@ -127,10 +124,10 @@ def _rows(numbers: list[int], split: str) -> Iterator[dict[str, Any]]:
 
 
 def _write(demo: Demo) -> None:
-    numbers = list(range(len(LETTERS) ** NUM_LETTERS_PER_PROMPT))
-    random.Random(SEED).shuffle(numbers)
-    _write_rows(demo.val_file, _rows(numbers[:NUM_VAL_PROMPTS], "val"))
-    _write_rows(demo.train_file, _rows(numbers[NUM_VAL_PROMPTS:], "train"))
+    prompts = [" ".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)]
+    random.Random(SEED).shuffle(prompts)
+    _write_rows(demo.val_file, _rows(prompts[:NUM_VAL_PROMPTS], "val"))
+    _write_rows(demo.train_file, _rows(prompts[NUM_VAL_PROMPTS:], "train"))
     _write_model(demo.model, LlamaForCausalLM, _model_config())
     _write_model(demo.reward_model, LlamaForSequenceClassification, _model_config(num_labels=1))
     (demo.folder / MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
@@ -141,7 +138,7 @@ def _write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def _write_model(folder: Path, model_class: Callable[[LlamaConfig], PreTrainedModel], config: LlamaConfig) -> None:
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(SEED)
         model = model_class(config)
     with _no_progress_bars():
@@ -167,10 +164,8 @@ def _model_config(**more: Any) -> LlamaConfig:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=64,
-        initializer_range=0.05,  # learns in half as many steps as with the usual 0.02
-        tie_word_embeddings=False,
+        initializer_range=0.05,  # learns twice as fast as with the usual 0.02
         pad_token_id=VOCABULARY.index(PAD),
         eos_token_id=VOCABULARY.index(EOS),
         bos_token_id=None,
@@ -179,7 +174,7 @@ def _model_config(**more: Any) -> LlamaConfig:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each letter. `?` stands for everything else and is a word like others, not a special token."""
+    """One token for each letter. `?` stands for any other word; it is a normal token, not a special one."""
     words = Tokenizer(WordLevel({token: number for number, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(

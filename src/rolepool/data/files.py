@@ -1,7 +1,7 @@
-"""Rows of Parquet and JSONL files, by number, without holding them all as Python objects.
+"""Rows of Parquet and JSONL files, by number, without keeping all of them as Python objects.
 
-Owns the two formats and how a row is named in an error. A JSONL file is kept as the places where its lines start, and
-a line is parsed when asked for; a Parquet file as Arrow columns, and only those that are needed.
+Owns the two formats and how error messages name a row. Of a JSONL file only the offsets of its lines are kept, and a
+line is parsed when it is needed; a Parquet file is kept as Arrow columns, only those that are needed.
 
 Does not know what the columns mean.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 
-from rolepool.errors import ConfigError, DataError, explained
+from rolepool.errors import ConfigError, DataError, explained, one_line
 
 Row = dict[str, Any]
 
@@ -28,7 +28,7 @@ class JsonlRows:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._starts = array("Q")
-        self._lines = array("Q")  # 1, 2, ... as editors count; blank lines are no rows
+        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
         start = 0
         with file.open("rb") as lines:
             for line, text in enumerate(lines, start=1):
@@ -41,7 +41,7 @@ class JsonlRows:
         return len(self._starts)
 
     def name(self, number: int) -> str:
-        """How an error names this row."""
+        """The name of this row in error messages."""
         return f"{self._file}, line {self._lines[number]}"
 
     def row(self, number: int) -> Row:
@@ -50,12 +50,12 @@ class JsonlRows:
             text = lines.readline()
         try:
             row = json.loads(text)
-        except ValueError as error:  # broken JSON, or not UTF-8
+        except ValueError as error:  # invalid JSON or UTF-8
             if text.lstrip().startswith(b"["):
-                raise DataError(f"{self.name(number)}: begins a JSON list; write one object per line") from error
+                raise DataError(f"{self.name(number)}: starts a JSON list; write one object per line") from error
             raise DataError(f"{self.name(number)}: is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.name(number)}: is a JSON {type(row).__name__}; every line holds one object")
+            raise DataError(f"{self.name(number)}: is a JSON {type(row).__name__}; write one object per line")
         return row
 
 
@@ -67,10 +67,10 @@ class ParquetRows:
         try:
             present = pyarrow.parquet.read_schema(file).names
             wanted = [column for column in columns if column in present]
-            # ParquetFile and not read_table, which takes `year=2024` in a folder's name for a column.
+            # Not read_table, which reads `year=2024` in a folder's name as a column.
             self._table = pyarrow.parquet.ParquetFile(file, memory_map=True).read(columns=wanted)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{key}={file}: cannot be read as Parquet: {error}") from error
+            raise ConfigError(f"{key}={file}: cannot be read as Parquet: {one_line(error)}") from error
         if not wanted:
             raise DataError(f"{file}: has none of the columns {', '.join(columns)}; it has {', '.join(present)}")
 
@@ -86,10 +86,10 @@ class ParquetRows:
 
 
 def open_rows(path: str, key: str, columns: Sequence[str]) -> JsonlRows | ParquetRows:
-    """The rows of one file; `key` is the config key that names it, `columns` are all that will be looked at."""
+    """The rows of one file. `key` is the config key that names the file, `columns` are the columns that are needed."""
     file = Path(path).expanduser()
     if "://" in path:
-        raise ConfigError(f"{key}={path}: only local files are read; copy it to a folder that every node sees")
+        raise ConfigError(f"{key}={path}: only local files can be read; copy it to a folder that every node can access")
     if file.is_dir():
         raise ConfigError(f"{key}={path}: is a folder; name the .parquet or .jsonl files in it")
     if not file.is_file():
@@ -97,6 +97,6 @@ def open_rows(path: str, key: str, columns: Sequence[str]) -> JsonlRows | Parque
     if file.suffix == ".parquet":
         return ParquetRows(file, key, columns)
     if file.suffix in (".jsonl", ".json"):
-        with explained(f"{key}={path}: cannot be read", "name a file that can be"):
+        with explained(f"{key}={path}: cannot be read", "name a readable file"):
             return JsonlRows(file)
-    raise ConfigError(f"{key}={path}: prompts are read from .parquet and .jsonl files, not from {file.suffix!r}")
+    raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")

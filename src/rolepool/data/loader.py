@@ -1,9 +1,9 @@
-"""Batches of prompts: which rows make up which step, in an order that only the seed and the epoch decide.
+"""Batches of prompts: which rows belong to which step, in an order that depends only on the seed and the epoch.
 
-Owns the position in the data. It is a plain dict that goes into a checkpoint, counted in rows and not in steps or
-ranks, so a run goes on at the same prompt under any placement and with any batch size.
+Owns the position in the data. It is a plain dict in the checkpoint. It counts rows, not steps or ranks, so a run
+resumes at the same prompt with any placement and batch size.
 
-Does not know how many samples are drawn from a prompt, or on which ranks.
+Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rolepool.data.prompts import PromptSet
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 
-WHAT_IT_IS = {
+IDENTITY_FIELDS = {
     "num_rows": "the number of prompts",
-    "digest": "the prompts themselves (files, tokenizer or template)",
-    "seed": "the seed (data.seed, or trainer.seed where that is null)",
+    "digest": "the prompts (files, tokenizer or template)",
+    "seed": "the seed (data.seed, or trainer.seed if that is null)",
     "shuffle": "data.shuffle",
 }
-"""That a position in the data belongs to."""
+"""What must be the same to resume at a saved position, and how errors name it."""
 
 
 class PromptLoader:
-    """Training batches without end, epoch after epoch. An epoch's last rows that fill no batch are dropped."""
+    """An endless sequence of training batches. The last rows of an epoch are dropped if they do not fill a batch."""
 
     def __init__(self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if batch_size > len(prompts):
             raise ConfigError(
-                f"data.train_batch_size={batch_size}: {prompts.key} holds {len(prompts)} prompts, less than one batch; "
+                f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
                 f"use at most {len(prompts)}"
             )
         self._prompts = prompts
@@ -47,7 +47,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch the next batch belongs to, the first is 0."""
+        """The epoch of the next batch; the first is 0."""
         return self._epoch
 
     def next_batch(self) -> DataProto:
@@ -58,21 +58,21 @@ class PromptLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts, and of which data; plain numbers and strings."""
+        """Where the next batch starts, and in which data; only numbers and strings."""
         return {"epoch": self._epoch, "index": self._index, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was called. A DataError when that was in other data or in another order."""
+        """Move to the position that `state_dict` returned. Raises DataError if the data or its order has changed."""
         try:
             epoch, index = int(state["epoch"]), int(state["index"])
             changed = {key: (state[key], now) for key, now in self._identity().items() if state[key] != now}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
-            said = "; ".join(f"{WHAT_IT_IS[key]}: {then} then, {now} now" for key, (then, now) in changed.items())
+            changes = "; ".join(f"{IDENTITY_FIELDS[key]}: was {then}, is {now}" for key, (then, now) in changed.items())
             raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data. Changed: {said}. "
-                "Put that back, or start anew with trainer.resume_mode=disable"
+                f"the saved position in {self._prompts.key} belongs to other data. Changed: {changes}. "
+                "Undo that change, or start a new run with trainer.resume_mode=disable"
             )
         if epoch < 0 or not 0 <= index < len(self._prompts):
             raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
@@ -87,7 +87,7 @@ class PromptLoader:
         }
 
     def _move_to(self, epoch: int, index: int) -> None:
-        """Stand at row `index` of an epoch, or at the start of the next one when no whole batch is left in it."""
+        """Move to row `index` of an epoch, or to the next epoch if less than a batch is left in it."""
         if index + self._batch_size > len(self._prompts):
             epoch, index = epoch + 1, 0
         if epoch != self._epoch:
@@ -102,27 +102,18 @@ class PromptLoader:
 
 
 def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:
-    """All prompts once, in the order of the files; the last batch may be smaller. None: all in one."""
+    """All prompts once, in the order of the files; the last batch may be smaller. None: all prompts in one batch."""
     size = batch_size or len(prompts)
     for start in range(0, len(prompts), size):
         yield batch_of(prompts, range(start, min(start + size, len(prompts))), "val")
 
 
 def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataProto:
-    """These prompts as a batch. It has no tensors: prompts differ in length, and whoever needs them padded pads them.
+    """These prompts as a batch. It has no tensors, because prompts differ in length and are not padded here.
 
-    `raw_prompt_ids` are lists of token ids; `uid` names a prompt within the run, the same in every run, so that the
-    samples of one prompt can be found; `index` is the prompt's number and `origin` its place in the files.
+    `raw_prompt_ids` are lists of token ids; `uid` names a prompt and is the same in every run, so that responses to the
+    same prompt can be found; `index` is the prompt's number, and `origin` its place in the files.
     """
-    taken = prompts.take(rows)
-    return DataProto.from_dict(
-        non_tensors={
-            "raw_prompt_ids": [prompt.token_ids for prompt in taken],
-            "uid": [f"{pass_name}-row{row}" for row in rows],
-            "data_source": [prompt.data_source for prompt in taken],
-            "reward_model": [prompt.reward_model for prompt in taken],
-            "extra_info": [prompt.extra_info for prompt in taken],
-            "index": np.array(rows, dtype=np.int64),
-            "origin": [prompt.origin for prompt in taken],
-        }
-    )
+    uids = [f"{pass_name}-row{row}" for row in rows]
+    columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}
+    return DataProto.from_dict(non_tensors=columns)

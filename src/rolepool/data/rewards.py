@@ -1,22 +1,24 @@
-"""Rewards from rules: the built-in ones, chosen by a row's `data_source`, or a function from the user's own file.
+"""Rewards from rules: built-in rules, chosen by a row's `data_source`, or a function from the user's own file.
 
-Owns what such a function is given and may return, and what its errors say. Loading a function takes the config
-section only, so every process that scores loads it for itself.
+Owns the inputs and outputs of such a function and the wording of its errors. Every process that scores loads the
+function itself, from the config section.
 
-Does not know tokens: it is handed the text of the responses.
+Does not know tokens: its input is the text of the responses.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -30,15 +32,15 @@ from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.protocol import DataProto
 
 Rule = Callable[[str, Any], float]
-"""A built-in rule: the response and the ground truth in, the score out."""
+"""A built-in rule: takes the response and the ground truth, returns the score."""
 
 
 class RewardError(RolepoolError):
-    """A reward function failed on a row, or returned something that is no score."""
+    """A reward function failed on a row, or did not return a score."""
 
 
 class Scored(NamedTuple):
-    """What one response earned, and the further numbers to log."""
+    """The score of one response, and other numbers to log."""
 
     score: float
     numbers: dict[str, float]
@@ -48,30 +50,30 @@ class Scored(NamedTuple):
 
 
 def exact_match(solution_str: str, ground_truth: Any) -> float:
-    """1 when the response is the ground truth, or one of a list of them; white space around them does not count."""
+    """1 if the response is the ground truth, or is in the list of ground truths; surrounding white space is ignored."""
     accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
 
 
 def position_match(solution_str: str, ground_truth: Any) -> float:
-    """The fraction of words that are right and in the right place; missing and surplus words count as wrong."""
+    """The fraction of words that are correct and in the correct place; missing and extra words count as wrong."""
     given, wanted = solution_str.split(), str(ground_truth).split()
     num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
     return num_right / max(len(given), len(wanted), 1)
 
 
 _FINAL_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
-_TAIL_CHARACTERS = 300  # the answer stands at the end; looking further back only costs time
+_TAIL_CHARACTERS = 300  # the answer is at the end; searching all of it would only take longer
 
 
 def extract_final_answer(solution_str: str) -> Decimal | None:
-    """The last number after `####`, without thousands separators and currency signs; None when there is none."""
+    """The last number after `####`, without thousands separators and currency signs; None if there is none."""
     found = _FINAL_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
     return _as_decimal(found[-1]) if found else None
 
 
 def gsm8k(solution_str: str, ground_truth: Any) -> float:
-    """1 when the final answer is the same number as the ground truth."""
+    """1 if the final answer is the same number as the ground truth."""
     wanted = _as_decimal(str(ground_truth))
     if wanted is None:
         raise DataError(f"reward_model.ground_truth is {ground_truth!r}; the rule gsm8k needs a number")
@@ -95,17 +97,17 @@ RULES: Mapping[str, Rule] = {
 
 
 def find_rule(data_source: str) -> Rule | None:
-    """The rule of this name; `exact_match/my_set` is the rule `exact_match` for rows that are reported on their own."""
+    """The rule for a data source, or None. `exact_match/my_set` uses `exact_match` and is reported separately."""
     return RULES.get(data_source) or RULES.get(data_source.split("/")[0])
 
 
 def rule_for(data_source: str) -> Rule:
-    """The same, where there must be one."""
+    """The rule for a data source. Raises DataError if there is none."""
     rule = find_rule(data_source)
     if rule is None:
         raise DataError(
-            f"there is no built-in reward for data_source {data_source!r}; there are {', '.join(RULES)} "
-            "(also as NAME/anything). Set custom_reward_function.path to a Python file with compute_score"
+            f"there is no built-in reward for data_source {data_source!r}; use {', '.join(RULES)} "
+            "(or NAME/anything), or set custom_reward_function.path to a Python file with compute_score"
         )
     return rule
 
@@ -114,31 +116,27 @@ def rule_for(data_source: str) -> Rule:
 
 
 class RewardFunction:
-    """Scores one response; calls the user's function as `compute_score(data_source=..., solution_str=..., ...)`."""
+    """Scores one response. The user's function is called as `compute_score(data_source=..., solution_str=..., ...)`."""
 
     def __init__(self, function: Callable[..., Any], name: str, file: Path | None = None) -> None:
         self._function = function
         self._file = file
         self.name = name
-        """How errors name it: the function, and the key with its file where it is the user's."""
+        """Its name in error messages; a user's function includes the key and the file."""
 
-    def score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], row: str
-    ) -> Scored:
-        """The score of this response to `row`, which errors name."""
+    def score(self, row: str, **inputs: Any) -> Scored:
+        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
         try:
-            result = self._function(
-                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-            )
+            result = self._function(**inputs)
         except Exception as error:
-            raise RewardError(f"{self.name}: {self._what_happened(error)}, for {row}") from error
+            raise RewardError(f"{self.name}: {self._describe(error)}, for {row}") from error
         try:
             return _as_scored(result)
         except (TypeError, ValueError) as error:
             raise RewardError(f"{self.name}: {error}, for {row}") from error
 
-    def _what_happened(self, error: Exception) -> str:
-        """The error, with the last line of the user's file that it came through."""
+    def _describe(self, error: Exception) -> str:
+        """The error, with the last line of the user's file in its traceback."""
         if self._file is None:
             return str(error)
         lines = [
@@ -149,26 +147,22 @@ class RewardFunction:
 
 
 def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
-    """The function that `custom_reward_function` names, or the built-in rules when it names none."""
+    """The function that `custom_reward_function` names, or the built-in rules if it names none."""
     if custom.path is None:
         return RewardFunction(_score_by_data_source, "built-in reward")
     file = Path(custom.path).expanduser().absolute()
     module = _import_file(file)
     function = vars(module).get(custom.name)
     if function is None:
-        defined = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        defined = [name for name, value in inspect.getmembers(module, inspect.isfunction)]
         there = f"it has {', '.join(defined)}" if defined else "it defines no function"
-        raise ConfigError(f"custom_reward_function.name={custom.name}: is not in {file}; {there}")
+        raise ConfigError(f"custom_reward_function.name={custom.name}: is not defined in {file}; {there}")
     _check_signature(function, custom.name, file)
     return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
 
 
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
-    """The scores of these responses, one for each row of a batch with the columns of `loader.batch_of`."""
+    """The scores of the responses to a batch, which has the columns of `loader.batch_of`."""
     if len(responses) != len(batch):
         raise DataError(f"{len(responses)} responses for a batch of {len(batch)} rows")
     columns = batch.non_tensor_batch
@@ -192,16 +186,14 @@ def _score_by_data_source(data_source: str, solution_str: str, ground_truth: Any
 
 
 def _import_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise ConfigError(f"custom_reward_function.path={file}: there is no such file")
     name = f"rolepool_custom_reward_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"custom_reward_function.path={file}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    loader = SourceFileLoader(name, str(file))
+    spec = spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for the module there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         reason = traceback.format_exception_only(error)[-1].strip()
@@ -210,25 +202,20 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _check_signature(function: Any, name: str, file: Path) -> None:
-    wanted = "(data_source, solution_str, ground_truth, extra_info=None)"
-    if not callable(function):
-        raise ConfigError(f"custom_reward_function.name={name}: is {type(function).__name__} in {file}, not a function")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"custom_reward_function.name={name}: is async in {file}; write it as a plain function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # builtins and C functions do not say
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ConfigError(
-            f"custom_reward_function.name={name}: takes {signature} in {file}, but is called with {wanted}: {error}"
-        ) from error
+    with suppress(ValueError):  # builtins and C functions have no signature
+        try:
+            inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        except TypeError as error:
+            wanted = f"{name}(data_source, solution_str, ground_truth, extra_info=None)"
+            raise ConfigError(
+                f"custom_reward_function.name={name}: cannot be called as {wanted} in {file}: {error}"
+            ) from error
 
 
 def _as_scored(result: Any) -> Scored:
-    """The score and the numbers beside it; entries of a dict that are no numbers (texts, mostly) are not logged."""
+    """The score and the other numbers; entries of a dict that are not numbers (such as texts) are not logged."""
     if not isinstance(result, Mapping):
         return Scored(_as_number(result, "the score"), {})
     if "score" not in result:

@@ -1,13 +1,14 @@
-"""Where the time of a step went: what each rank did or waited for, and the chain of causes that made it that long.
+"""Where the time of a step went: what each rank did or waited for, and the critical path.
 
-Owns the explanation of spans after the fact. It knows the rules calls run by (those of a rank one after another, a
-call after those whose results it was given, a call after the driver made it), and no operation but generation, with
-which a step begins.
+Explains spans after the fact, from three rules: a rank runs its calls one after another; a call starts after the calls
+whose results are its inputs; a call starts after the driver has queued it. The only operation it knows by name is
+generation, because a step begins with it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -15,17 +16,17 @@ from typing import Literal, NamedTuple
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
 
 NONE = -1
-"""In place of a span's position, where there is no such span."""
+"""The position of a span that does not exist."""
 
 BETWEEN_STEPS = ("testing", "save_checkpoint")
-"""Operations that wait for a step to end."""
+"""Operations that start after a step has ended."""
 
 Gap = tuple[int, float, float]
-"""A time in which a rank did nothing, after the position of its next span."""
+"""Position of a rank's next span, and the start and end of the idle time before it."""
 
 
 class Recorded(NamedTuple):
-    """A line of `spans.jsonl`: the span, and the step and operation it belongs to."""
+    """A line of `spans.jsonl`: a span with its step and operation."""
 
     step: int
     operation: str
@@ -33,7 +34,7 @@ class Recorded(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A time in which a rank did nothing, and the pool and operation it waited for, "" where there is none."""
+    """A time in which a rank was idle, and the pool and operation that it waited for ("" if there is none)."""
 
     kind: Literal["imbalance", "data", "turn", "nothing"]
     pool: str
@@ -43,18 +44,16 @@ class Wait(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What a rank did from `start_s` to `end_s`. Spans (cut at the ends) and waits fill it without a gap."""
+    """What a rank did in a time window. Spans (cut at its ends) and waits fill the window without a gap."""
 
     pool: str
     rank: int
-    start_s: float
-    end_s: float
     spans: list[Recorded]
     waits: list[Wait]
 
 
 class Link(NamedTuple):
-    """A piece of the critical path: a rank at work, or the time until it was after what it had waited for."""
+    """A piece of the critical path: work of a rank, or the hand-over between the end of a cause and its effect."""
 
     pool: str
     operation: str
@@ -65,25 +64,25 @@ class Link(NamedTuple):
 
 
 class Timeline(list[Recorded]):
-    """Spans in the order they began, indexed once. Hand one to the functions below to ask them about many steps.
+    """Spans in the order of their starts, with an index. Build it once to ask the functions below about many steps.
 
-    A position in it stands for a span. Fill it with the calls around a step, too, or best with a whole run: what a
-    rank waits for at a step's end is explained by calls of the next step.
+    A span is named by its position in the list. Include the steps before and after the one you ask about, because
+    calls of the next step explain what a rank waits for at the end of a step.
     """
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
         super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
         self.of_rank: dict[tuple[str, int], list[int]] = {}
         self._previous: list[int] = []
-        """On the same rank."""
+        """Position of the previous span of the same rank, for each span."""
         self._call: list[tuple[int, str, int, str]] = []
         self._slowest: dict[tuple[int, str, int, str], int] = {}
-        """Of the ranks of a call, the one that ended last."""
+        """Position of the span that ended last, for each call."""
         for position, (step, operation, span) in enumerate(self):
             before = self.of_rank.setdefault((span.pool, span.rank), [])
             self._previous.append(before[-1] if before else NONE)
             before.append(position)
-            call = (span.call, span.pool, step, operation)  # a resumed run counts its calls from the beginning again
+            call = (span.call, span.pool, step, operation)  # a resumed run numbers its calls from 0 again
             self._call.append(call)
             if call not in self._slowest or span.end_s > self[self._slowest[call]].span.end_s:
                 self._slowest[call] = position
@@ -92,7 +91,7 @@ class Timeline(list[Recorded]):
             rank: [self[position].span.start_s for position in positions] for rank, positions in self.of_rank.items()
         }
         self._numbered: dict[int, list[int]] = {}
-        """The slowest span of each call by the call's number, of which a resumed run has several calls."""
+        """Positions of the slowest spans by call number; after a resume, several calls have the same number."""
         for (number, pool, _, _), position in self._slowest.items():
             if pool != DRIVER:
                 self._numbered.setdefault(number, []).append(position)
@@ -102,7 +101,7 @@ class Timeline(list[Recorded]):
         return self[self._slowest[self._call[position]]].span.end_s
 
     def given(self, position: int) -> Iterator[int]:
-        """The slowest span of each call whose result a span was given."""
+        """For each call whose result was an input of a span: the position of that call's slowest span."""
         span = self[position].span
         for call in span.after:
             for slowest in reversed(self._numbered.get(call, ())):
@@ -111,7 +110,7 @@ class Timeline(list[Recorded]):
                     break
 
     def back(self, position: int, time_s: float, until_s: float) -> Iterator[Link]:
-        """What led to a span being where it was at `time_s`, latest first, back to `until_s`."""
+        """The chain of causes of a span's state at `time_s`, latest first, back to `until_s`."""
         seen: set[tuple[int, float]] = set()
         while time_s > until_s:
             _, operation, span = self[position]
@@ -128,14 +127,14 @@ class Timeline(list[Recorded]):
             position, time_s = cause, cause_s
 
     def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
-        """When a span under way at `time_s` began to work, and the position and time of what let it."""
+        """When a span that was running at `time_s` started to work, and the position and time of what it waited for."""
         span = self[position].span
         cause, cause_s = NONE, float("-inf")
         for slowest in self.given(position):
             given = self[slowest].span
             given_s = min(given.end_s, time_s)
-            # The driver waits inside its spans, so it has only what had ended. A worker had all it was given: an end
-            # after its start is two clocks' difference.
+            # The driver waits inside its spans, so it has only the results of calls that have ended. A worker has all
+            # its inputs when it starts: an input that ends later is a difference between two clocks.
             has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
             if has_it and given_s > cause_s:
                 cause, cause_s = slowest, given_s
@@ -151,22 +150,21 @@ class Timeline(list[Recorded]):
         return span.start_s, cause, cause_s
 
     def _of_driver_at(self, time_s: float) -> int:
-        """The driver's latest span to have begun by then."""
+        """The position of the driver's latest span that started before `time_s`."""
         index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), time_s) - 1
         return self.of_rank[DRIVER, 0][index] if index >= 0 else NONE
 
 
 def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
-    """`timing_s/NAME` of each operation: the slowest rank of each call, calls added up. What the driver waited for does
-    not count."""
-    slowest_s: dict[tuple[str, int], float] = {}
+    """`timing_s/NAME` of each operation: the time of each call's slowest rank, summed over calls. Time that the driver
+    waited is not included."""
+    slowest_s: dict[tuple[str, int], float] = defaultdict(float)
     for _, operation, span in spans:
-        call = (operation, span.call)
-        slowest_s[call] = max(slowest_s.get(call, 0.0), span.duration_s)
-    times: dict[str, float] = {}
+        slowest_s[operation, span.call] = max(slowest_s[operation, span.call], span.duration_s)
+    times: dict[str, float] = defaultdict(float)
     for (operation, _), seconds in slowest_s.items():
-        times[f"timing_s/{operation}"] = times.get(f"timing_s/{operation}", 0.0) + seconds
-    return times
+        times[f"timing_s/{operation}"] += seconds
+    return dict(times)
 
 
 def indexed(spans: Sequence[Recorded]) -> Timeline:
@@ -174,8 +172,8 @@ def indexed(spans: Sequence[Recorded]) -> Timeline:
 
 
 def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step: its generation's start and the next one's; where none follows, or something between
-    steps does, its last end."""
+    """Start and end of each step. A step starts with its generation. It ends when the next generation starts; if it is
+    the last step, or a validation or save follows, it ends with its last span."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     paused: set[int] = set()
@@ -191,7 +189,7 @@ def step_bounds(spans: Sequence[Recorded]) -> dict[int, tuple[float, float]]:
 
 
 def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]:
-    """What each rank, and the driver, did and waited for in that time; by pool and rank."""
+    """What each rank, and the driver, did and waited for in a time window; sorted by pool and rank."""
     timeline = indexed(spans)
     found = []
     for pool, rank in timeline.of_rank:
@@ -204,37 +202,31 @@ def lanes(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Lane]
 
 
 def _cut(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> tuple[Lane, list[Gap]]:
-    """A lane with its spans and imbalances, and what they leave open."""
-    lane = Lane(pool, rank, start_s, end_s, [], [])
+    """A lane with its spans and its waits for slower ranks, and the gaps that are not explained yet."""
+    lane = Lane(pool, rank, [], [])
     gaps: list[Gap] = []
     positions, starts = timeline.of_rank[pool, rank], timeline.starts_of_rank[pool, rank]
     first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
-    following = positions[last] if last < len(positions) else NONE
-
-    def idle(previous: int, following: int, since_s: float, until_s: float) -> None:
-        if previous != NONE:
-            call_end_s = min(timeline.call_end_s(previous), until_s)
-            if call_end_s > since_s:
-                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, since_s, call_end_s))
-                since_s = call_end_s
-        if since_s < until_s:
-            gaps.append((following, since_s, until_s))
-
     previous, filled_s = NONE, start_s
-    for position in positions[first:last]:
-        recorded = timeline[position]
-        span = recorded.span
-        if span.start_s > filled_s:
-            idle(previous, position, filled_s, span.start_s)
-            filled_s = span.start_s
-        if span.end_s > filled_s:
+    for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
+        position = positions[index] if index < len(positions) else NONE
+        begin_s = starts[index] if index < last else end_s
+        if begin_s > filled_s and previous != NONE:
+            call_end_s = min(timeline.call_end_s(previous), begin_s)
+            if call_end_s > filled_s:
+                lane.waits.append(Wait("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
+                filled_s = call_end_s
+        if begin_s > filled_s:
+            gaps.append((position, filled_s, begin_s))
+            filled_s = begin_s
+        if index < last and (recorded := timeline[position]).span.end_s > filled_s:
+            span = recorded.span
             if span.start_s < filled_s or span.end_s > end_s:
                 span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
                 recorded = recorded._replace(span=span)
             lane.spans.append(recorded)
             filled_s = span.end_s
         previous = position
-    idle(previous, following, filled_s, end_s)
     return lane, gaps
 
 
@@ -254,10 +246,10 @@ def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -
 
 
 def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> list[Link]:
-    """The chain of causes that ends at `end_s`, back to `start_s` without a gap; earliest first.
+    """The chain of causes from `start_s` to `end_s`, without a gap, earliest first.
 
-    A step ends as the next generation starts, so it is what that waited for, and only where none follows what ended
-    last.
+    A step ends when the next generation starts, so the chain leads to that start. After the last step it leads to the
+    span that ended last.
     """
     timeline = indexed(spans)
     last, last_s = NONE, start_s
@@ -279,13 +271,14 @@ def critical_path(spans: Sequence[Recorded], start_s: float, end_s: float) -> li
 
 
 def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dict[str, float]:
-    """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: what pools working side by side have saved."""
+    """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: the time saved by pools that work simultaneously."""
     timeline = indexed(spans)
     by_pool: dict[str, list[tuple[Lane, list[Gap]]]] = {}
     for pool, rank in timeline.of_rank:
         if pool != DRIVER:
             by_pool.setdefault(pool, []).append(_cut(timeline, pool, rank, start_s, end_s))
     metrics: dict[str, float] = {}
+    changes: list[tuple[float, int, str]] = []
     wall_s = end_s - start_s
     for pool, cut in by_pool.items():
         done = [recorded.span for lane, _ in cut for recorded in lane.spans]
@@ -296,26 +289,18 @@ def step_metrics(spans: Sequence[Recorded], start_s: float, end_s: float) -> dic
         metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
         metrics[f"pool/{pool}/wait_s"] = wait_s / len(cut)
         metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
-    busy = [_union(lane for lane, _ in cut) for pool, cut in by_pool.items() if pool != RULE_POOL]
-    of_one_s = sum(end - start for pieces in busy for start, end in pieces)
-    of_any_s = of_two_s = 0.0
-    num_busy = 0
-    changes = sorted(change for pieces in busy for start, end in pieces for change in ((start, 1), (end, -1)))
-    for (time_s, change), (next_s, _) in pairwise(changes):
-        num_busy += change
-        of_any_s += next_s - time_s if num_busy >= 1 else 0.0
-        of_two_s += next_s - time_s if num_busy >= 2 else 0.0
-    metrics["overlap/fraction"] = of_two_s / wall_s if wall_s else 0.0
-    metrics["overlap/saved_s"] = of_one_s - of_any_s
+        if pool != RULE_POOL:
+            changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
+    overlap_s = saved_s = 0.0
+    num_busy_pools = 0
+    num_busy_ranks = dict.fromkeys(by_pool, 0)
+    for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
+        num_busy_ranks[pool] += change
+        if num_busy_ranks[pool] == max(change, 0):  # the pool's first rank has started, or its last one has ended
+            num_busy_pools += change
+        if num_busy_pools >= 2:
+            overlap_s += next_s - time_s
+            saved_s += (next_s - time_s) * (num_busy_pools - 1)
+    metrics["overlap/fraction"] = overlap_s / wall_s if wall_s else 0.0
+    metrics["overlap/saved_s"] = saved_s
     return metrics
-
-
-def _union(of_pool: Iterable[Lane]) -> list[tuple[float, float]]:
-    """The times in which at least one rank of a pool was at work."""
-    pieces: list[tuple[float, float]] = []
-    for start_s, end_s in sorted((each.span.start_s, each.span.end_s) for lane in of_pool for each in lane.spans):
-        if pieces and start_s <= pieces[-1][1]:
-            pieces[-1] = pieces[-1][0], max(pieces[-1][1], end_s)
-        else:
-            pieces.append((start_s, end_s))
-    return pieces

@@ -1,7 +1,7 @@
-"""Where rows of metrics go beside the run folder: TensorBoard, Weights & Biases, MLflow.
+"""Loggers that receive the metrics in addition to the run folder: TensorBoard, Weights & Biases, MLflow.
 
-Owns the three libraries, none of which is needed until it is named in `trainer.logger`. One that fails is warned of
-once and left out from then on; training never stops for it.
+Each library is needed only if `trainer.logger` names it. If a logger fails, there is one warning and training continues
+without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rolepool.config import Config
 from rolepool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], None]
@@ -39,25 +38,25 @@ class Loggers:
 
     def start(self, folder: Path) -> None:
         for name in self._names:
-            with self._going_on_without(name):
+            with self._removed_if_it_fails(name):
                 self._loggers[name] = MAKERS[name](self._config, folder)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, (log, _) in list(self._loggers.items()):
-            with self._going_on_without(name):
+            with self._removed_if_it_fails(name):
                 log(step, metrics)
 
     def close(self) -> None:
         for name, (_, close) in list(self._loggers.items()):
-            with self._going_on_without(name):
+            with self._removed_if_it_fails(name):
                 close()
 
     @contextmanager
-    def _going_on_without(self, name: str) -> Iterator[None]:
+    def _removed_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, training goes on
-            logger.warning("trainer.logger: %s failed and is left out from now on: %r", name, error)
+        except Exception as error:  # no logger may stop training
+            logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
             self._loggers.pop(name, None)
 
 
@@ -90,7 +89,7 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
     mlflow.start_run(run_name=config.trainer.experiment_name)
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
-        # Its names allow neither "@" nor some others.
+        # MLflow does not allow "@" in names.
         mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
     return log, mlflow.end_run

@@ -1,7 +1,7 @@
-"""The run folder: what a run writes down, so that every number can be traced back.
+"""The run folder: everything that a run writes, so that every number can be traced back.
 
-Owns the names of its files and how they are written: whole files by rename, rows by appended lines; who may write; what
-becomes of an earlier run in it; and how a row and a curve look in one line of text.
+Owns the names of its files and how they are written (complete files are replaced atomically, rows are appended), the
+lock that keeps a second run out, moving an earlier run aside, and how a row and a curve look as one line of text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolepool.errors import ConfigError, explained
+from rolepool.files import write_atomically
 from rolepool.metrics.analysis import Recorded
 
 logger = logging.getLogger(__name__)
 
-NAMES = (
+RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
     "spans.jsonl",
@@ -37,14 +38,13 @@ NAMES = (
     "trace.json",
     "plan.json",
 )
-"""All that a run writes. The plan is the mark of a run: it comes first, and goes last when a run is set aside."""
-
+"""All that a run writes. plan.json marks the folder as a run: it is written first and moved aside last."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunFolder:
-    """A folder with these names in it, and possibly with others, which are left alone."""
+    """A folder with `RUN_FILES` in it. Other files in it are left alone."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -55,23 +55,21 @@ class RunFolder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the folder, and keep other runs out of it for the time of the block or until this process dies."""
+        """Create the folder and keep other runs out of it, until the block ends or this process dies."""
         key, file = f"trainer.default_local_dir={self.path}", self.path / ".lock"
-        try:
+        with explained(f"{key}: cannot be written", "name another folder"):
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()  # an older lock can be opened where nothing new can be made
+            tempfile.TemporaryFile(dir=self.path).close()  # an old lock can be opened even if no file can be created
             lock = file.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{key}: no folder to write to ({error.strerror}); name another") from None
         with lock:
             if not self._lock(lock):
                 lock.seek(0)
                 raise ConfigError(
-                    f"{key}: another run writes there ({lock.read()}); wait until it ends, or name another folder"
+                    f"{key}: another run is writing there ({lock.read()}); wait until it ends, or name another folder"
                 )
             try:
-                with explained(f"{key}: cannot be written", "make room, or name another folder"):
+                with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
                     lock.truncate(0)
                     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
                     lock.flush()
@@ -79,7 +77,7 @@ class RunFolder:
             finally:
                 file.unlink(missing_ok=True)
                 if is_new:
-                    with suppress(OSError):  # a run that has started leaves something in it
+                    with suppress(OSError):  # not empty: the run has started
                         self.path.rmdir()
 
     def _lock(self, lock: TextIO) -> bool:
@@ -88,32 +86,31 @@ class RunFolder:
         except BlockingIOError:
             return False
         except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked (%s): start no other run in it", self.path, error.strerror)
-        return os.fstat(lock.fileno()).st_nlink > 0  # else its holder removed it after it was opened here
+            logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
+        return os.fstat(lock.fileno()).st_nlink > 0  # 0: the previous run removed the file after we opened it
 
     @property
     def holds_a_run(self) -> bool:
         return (self.path / "plan.json").exists()
 
     def check_is_ours(self) -> None:
-        """Files that have a run's names, and that no run wrote, would be moved or replaced by a new run."""
-        found = self._found()
-        if found and not self.holds_a_run:
-            names = ", ".join(path.name for path in found)
+        """Raise ConfigError if the folder has files with the names of `RUN_FILES` that no run wrote."""
+        names = ", ".join(path.name for path in self._existing_files())
+        if names and not self.holds_a_run:
             raise ConfigError(
-                f"trainer.default_local_dir={self.path}: {names} would be in the run's way, and no run wrote that "
-                "(there is no plan.json); name a new folder, and have a shell write its output elsewhere"
+                f"trainer.default_local_dir={self.path}: the run would overwrite {names}, which no run wrote (there is "
+                "no plan.json); name a new folder, and let a shell write its output somewhere else"
             )
 
     def begin(self, after_step: int | None) -> Path | None:
-        """Set aside what a run that goes on after a step will do again, or with None all of an earlier run.
+        """Move aside what a run that resumes after a step will write again; None moves the whole earlier run.
 
-        A new run neither mixes with an earlier one nor loses it. Returns where it is now, if there was anything.
+        Returns the folder it was moved to, or None if there was nothing to move.
         """
         earlier = self.path / "earlier"
         numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdecimal()]
         aside = earlier / str(max(numbers, default=0) + 1)
-        for path in self._found() if after_step is None else self._files_after(after_step):
+        for path in self._existing_files() if after_step is None else self._files_after(after_step):
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
@@ -121,13 +118,13 @@ class RunFolder:
             self._move_rows_after(after_step, aside)
         if not aside.exists():
             return None
-        for path in (self.path / "config.yaml", self.path / "plan.json"):  # still there where a run goes on
+        for path in (self.path / "config.yaml", self.path / "plan.json"):  # exist only if the run resumes
             if path.exists():
                 shutil.copy2(path, aside)
         return aside
 
     def write(self, name: str, text: str) -> None:
-        write_whole(self.path / name, [text])
+        write_atomically(self.path / name, [text])
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
@@ -137,22 +134,22 @@ class RunFolder:
         self._append("spans.jsonl", map(json.dumps, lines))
 
     def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """What a validation generated, one row each."""
+        """What a validation generated, one row for each response."""
         (self.path / "validation").mkdir(exist_ok=True)
         self.write(f"validation/step_{step:06d}.jsonl", "".join(f"{json.dumps(row)}\n" for row in samples))
 
     def add_monitor(self, samples: Iterable[Mapping[str, Any]]) -> None:
-        """What monitors saw of GPUs and processes."""
+        """What the monitors measured on GPUs and processes."""
         self._append("monitor.jsonl", map(json.dumps, samples))
 
     def add_log(self, line: str) -> None:
         self._append("train.log", [line])
 
-    def _found(self) -> list[Path]:
-        return [path for path in (self.path / name for name in NAMES) if path.exists()]
+    def _existing_files(self) -> list[Path]:
+        return [path for path in (self.path / name for name in RUN_FILES) if path.exists()]
 
     def _files_after(self, step: int) -> list[Path]:
-        """Checkpoints and samples of later steps."""
+        """Checkpoints and validation samples of later steps."""
         files = [*self.checkpoints.glob("step_*"), *(self.path / "validation").glob("step_*")]
         return [file for file in files if (number := re.fullmatch(r"step_(\d+)", file.stem)) and int(number[1]) > step]
 
@@ -171,28 +168,8 @@ class RunFolder:
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
         what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
-        with explained(what, "mend that and go on"), (self.path / name).open("a", encoding="utf-8") as file:
+        with explained(what, "fix it and resume"), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
-
-
-def write_whole(path: Path, pieces: Iterable[str]) -> Path:
-    """Write a whole file, or leave the old one as it was."""
-    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(pieces)
-    return path
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write to. It becomes `path` at the end of the block; after an error in it, nothing of it is left."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def console_line(step: int, metrics: Mapping[str, float]) -> str:
@@ -201,7 +178,7 @@ def console_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The course of values between 0 (or their least) and 1 (or their most) as a line of bars."""
+    """The values as a line of bars. Its scale goes from 0 (or the minimum) to 1 (or the maximum)."""
     low, high = min(0.0, *values), max(1.0, *values)
     groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
     means = [sum(group) / len(group) for group in groups if group]
@@ -209,7 +186,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def _step_of(line: bytes) -> int:
-    """A line that a crash or a full disk left unreadable belongs to no step that was finished."""
+    """The step of a line. A line that a crash or a full disk made unreadable counts as later than all steps."""
     try:
         text = line.decode()
         logged = re.match(r"step:(\d+) ", text)

@@ -1,28 +1,52 @@
-"""Samples of a node, every second: what its GPUs and our processes on it use. NVML and psutil, nothing of ours.
-
-A sample is a JSON-like dict: `time_s`, `node`, `gpus` (index, utilization in percent, memory_bytes,
-memory_total_bytes, power_w, pools) and `processes` (pid, pool, rank, roles, cpu_percent, memory_bytes).
-"""
+"""Samples of a node, one per second: what its GPUs and our processes on it use, from NVML and psutil."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 import psutil
 import pynvml
+from typing_extensions import TypedDict
 
 INTERVAL_S = 1.0
-MAX_HELD = 3600
-"""Samples a monitor holds: an hour of them, after which the oldest go."""
+MAX_SAMPLES = 3600
+"""How many samples a monitor keeps (one hour) until it is asked for them; older ones are dropped."""
+
+
+class GpuSample(TypedDict):
+    index: int
+    utilization: float  # percent
+    memory_bytes: int
+    memory_total_bytes: NotRequired[int]
+    power_w: float
+    pools: list[str]
+
+
+class ProcessSample(TypedDict):
+    pid: int
+    pool: str
+    rank: int
+    roles: list[str]
+    cpu_percent: float
+    memory_bytes: int
+
+
+class Sample(TypedDict):
+    """A line of `monitor.jsonl`."""
+
+    time_s: float
+    node: str
+    gpus: list[GpuSample]
+    processes: list[ProcessSample]
 
 
 class Watched(NamedTuple):
-    """A process of ours on the node, and the GPU it holds."""
+    """A process of ours on the node, and the index of its GPU."""
 
     pid: int
     pool: str
@@ -31,7 +55,7 @@ class Watched(NamedTuple):
 
 
 class NodeMonitor:
-    """Samples its node in a thread, and holds the samples until asked: the run folder may be out of its sight."""
+    """Takes samples of its node in a thread and keeps them until `take`. Its node may not see the run folder."""
 
     def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, Sequence[str]]) -> None:
         self._node = node
@@ -41,23 +65,23 @@ class NodeMonitor:
         if indices:
             pynvml.nvmlInit()
         self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
-        self._held: deque[dict[str, Any]] = deque(maxlen=MAX_HELD)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         for process in self._processes.values():
-            process.cpu_percent()  # those of the first sample count from here
+            process.cpu_percent()  # the next call measures from here
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take(self) -> list[dict[str, Any]]:
-        """The samples since the last time."""
-        return [self._held.popleft() for _ in range(len(self._held))]
+    def take(self) -> list[Sample]:
+        """The samples since the last call."""
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def _run(self) -> None:
         due_s = time.monotonic()
         while True:
             due_s += INTERVAL_S
             time.sleep(max(0.0, due_s - time.monotonic()))
-            self._held.append(self.sample())
+            self._samples.append(self.sample())
 
-    def sample(self) -> dict[str, Any]:
+    def sample(self) -> Sample:
         return {
             "time_s": time.time(),
             "node": self._node,
@@ -65,7 +89,7 @@ class NodeMonitor:
             "processes": [row for one in self._processes if (row := self._process(one)) is not None],
         }
 
-    def _gpu(self, index: int, handle: Any) -> dict[str, Any]:
+    def _gpu(self, index: int, handle: Any) -> GpuSample:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return {
             "index": index,
@@ -76,8 +100,8 @@ class NodeMonitor:
             "pools": sorted({one.pool for one in self._processes if one.gpu == index}),
         }
 
-    def _process(self, one: Watched) -> dict[str, Any] | None:
-        """None when the process is gone."""
+    def _process(self, one: Watched) -> ProcessSample | None:
+        """None if the process has ended."""
         try:
             cpu_percent, memory = self._processes[one].cpu_percent(), self._processes[one].memory_info().rss
         except psutil.Error:
@@ -93,25 +117,24 @@ class NodeMonitor:
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Of each pool its utilization in percent (mean) and memory in GiB (most): of its GPUs, or of its processes, of a
-    core each, where it has none."""
-    of_gpus: dict[str, list[tuple[float, int]]] = {}
-    of_processes: dict[str, list[tuple[float, int]]] = {}
+    """Mean utilization (%) and peak memory (GiB) of each pool, from its GPUs, or from its processes if it has no GPU
+    (100% is one core)."""
+    gpus, processes = defaultdict(list), defaultdict(list)
     for gpu in sample["gpus"]:
         for pool in gpu["pools"]:
-            of_gpus.setdefault(pool, []).append((gpu["utilization"], gpu["memory_bytes"]))
+            gpus[pool].append((gpu["utilization"], gpu["memory_bytes"]))
     for process in sample["processes"]:
-        of_processes.setdefault(process["pool"], []).append((process["cpu_percent"], process["memory_bytes"]))
+        processes[process["pool"]].append((process["cpu_percent"], process["memory_bytes"]))
     return {
         pool: (fmean(percent for percent, _ in used), max(num_bytes for _, num_bytes in used) / 2**30)
-        for pool, used in {**of_processes, **of_gpus}.items()
+        for pool, used in {**processes, **gpus}.items()
     }
 
 
 def pool_utilization(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """`pool/NAME/utilization` in percent."""
-    found: dict[str, list[float]] = {}
+    percents = defaultdict(list)
     for sample in samples:
         for pool, (percent, _) in pool_use(sample).items():
-            found.setdefault(pool, []).append(percent)
-    return {f"pool/{pool}/utilization": fmean(percents) for pool, percents in found.items()}
+            percents[f"pool/{pool}/utilization"].append(percent)
+    return {name: fmean(values) for name, values in percents.items()}

@@ -1,7 +1,7 @@
 """Spans: what one process did, and from when to when.
 
-Every timing that anybody sees is computed from these. Times are seconds since the epoch by the driver's clock; those
-of other nodes are moved to it before they are written down.
+Every timing that anybody sees is computed from spans. Times are seconds since the epoch on the driver's clock; times
+of other nodes are converted to it before they are written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rolepool.placement.pools import RULE_POOL as RULE_POOL
 
 
 class Span(NamedTuple):
-    """One call on one rank: made by the driver at `queued_s`, run by the worker from `start_s` to `end_s`."""
+    """One call on one rank: queued by the driver at `queued_s`, run by the worker from `start_s` to `end_s`."""
 
     pool: str
     role: str
@@ -27,34 +27,34 @@ class Span(NamedTuple):
     end_s: float
     node: str = ""
     device: str = "cpu"
-    """`cpu`, or `cuda:N` with the number the GPU has on its node."""
+    """`cpu`, or `cuda:N` with the GPU's index on its node."""
     call: int = 0
-    """Number of the call within the run; the same on all ranks it ran on."""
+    """Number of the call within the run; the same on all ranks that ran it."""
     after: tuple[int, ...] = ()
-    """The calls whose results it was given."""
+    """The calls whose results were its inputs."""
     num_rows: int = 0
-    """Of the batch it was given."""
+    """Rows of the input batch."""
     num_tokens: int = 0
-    """Not padding; of the batch it made, or else of the one it was given."""
+    """Tokens, without padding, of the output batch, or of the input batch if it returned none."""
     num_bytes: int = 0
-    """Of the batches it was given."""
+    """Size of the input batches."""
     peak_memory_bytes: int = 0
-    """Most that torch had allocated on the GPU during the call; on a CPU, what the process held at its end."""
+    """Peak memory that torch allocated on the GPU during the call; on a CPU, the process's memory at its end."""
     parts: tuple[tuple[str, float], ...] = ()
-    """Seconds spent in parts of the call by name: `fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
+    """Seconds spent in named parts of the call: `fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
     def on_clock(self, ahead_s: float) -> Span:
-        """The same span by a clock that the worker's is `ahead_s` ahead of."""
+        """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""
         return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
 
 
 @contextmanager
 def driver_span(method: str, call: int, after: tuple[int, ...] = ()) -> Iterator[Callable[[], Span]]:
-    """Measure what the driver does inside the block; what is handed in gives the span once it has ended."""
+    """Measure what the driver does in the block. Yields a function that returns the span after the block."""
     start_s = time.time()
     ended: list[Span] = []
     yield lambda: ended[0]

@@ -1,1 +1,1 @@
-"""What a run folder tells, after the run: plots, pages, traces, comparisons. Reads files only; no torch, no ray."""
+"""Views of a run folder: plots, pages, traces, comparisons. Only reads files; no torch, no ray."""

@@ -1,6 +1,6 @@
 """One colour for each operation, role and kind of waiting, in every plot and on every page.
 
-The eight colours are those of Okabe and Ito, which the colour-blind can tell apart; the rest are greys and one tint.
+The eight colours are those of Okabe and Ito, which colour-blind readers can tell apart; the rest are greys and a tint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rolepool.placement.roles import OPERATIONS
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#000000"
 SERIES_COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW)
-"""For lines that are neither: runs, pools, GPUs. In this order; after the last the first again."""
+"""Colours of other lines (runs, pools, GPUs), used in this order and then repeated."""
 
 OPERATION_COLORS = {name: operation.color for name, operation in OPERATIONS.items()}
 """In the order of a step, which is also the order of legends and stacks."""
@@ -20,7 +20,7 @@ OPERATION_COLORS = {name: operation.color for name, operation in OPERATIONS.item
 WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}
 
 DARK = {GREEN, BLUE, VERMILLION, BLACK, "#595959", "#8C8C8C"}
-"""Colours on which white text is read better than black."""
+"""Colours on which white text is easier to read than black text."""
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
@@ -30,7 +30,7 @@ def in_step_order(operations: Iterable[str]) -> list[str]:
 
 
 def colors_for(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: an operation's own, and for others the series colours in turn."""
+    """A colour for each name: the operation's own colour, or the next of `SERIES_COLORS`."""
     names = list(names)
     others = [name for name in names if name not in OPERATION_COLORS]
     turns = {name: SERIES_COLORS[index % len(SERIES_COLORS)] for index, name in enumerate(others)}

@@ -1,31 +1,32 @@
-"""Runs of the same work side by side: what took how long, and which differences are more than noise.
+"""Comparing runs of the same work: what took how long, and which differences are significant.
 
-Owns the comparison as numbers, as a table, a picture and a page. Every number comes from the runs' rows and spans.
+Owns the comparison as numbers, table, picture and page. Every number comes from the metrics and spans of the runs.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from html import escape
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+from jinja2 import Environment, PackageLoader
 from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError
+from rolepool.files import write_atomically
 from rolepool.metrics.analysis import lanes, step_bounds
-from rolepool.metrics.run_folder import write_whole
 from rolepool.metrics.spans import DRIVER
 from rolepool.report.colors import DARK, colors_for, in_step_order
 from rolepool.report.logs import distinct_names
-from rolepool.report.plots import TIMING, grouped_bars, new_figure, save, style
-from rolepool.report.run import Run, read_run, value_at
+from rolepool.report.plots import grouped_bars, new_figure, save, style
+from rolepool.report.run import TIMING, Run, finite_values, metric_names, points, read_run, timed_operations, value_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,23 +50,20 @@ WORK_KEYS = (
     "critic.ppo_mini_batch_size",
     "critic.ppo_epochs",
 )
-"""What a step has to do. Where it is done, and in which pieces, is what is compared."""
+"""The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
-"""With fewer, an interval would claim more than they say."""
+"""With fewer steps, no interval is given."""
 
-ONCE = ("(most)", "(last 10%)", "(last)")
-"""Ends of measures that are not of single steps."""
-
-LETTER = 0.0075
-"""Width of a letter in a bar, as a part of the time axis."""
+LETTER_WIDTH = 0.0075
+"""Width of a letter in a bar, as a fraction of the time axis."""
 
 T = TypeVar("T")
 
 
 class Ratio(NamedTuple):
-    """A mean over the first run's, with its bootstrap 95% interval."""
+    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval."""
 
     value: float
     low: float
@@ -79,7 +77,7 @@ class Ratio(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One measure of one run. A measure that is not of single steps has a mean only."""
+    """One measure of one run. Percentiles and ratio exist only if there is a value for each step."""
 
     measure: str
     run: str
@@ -98,46 +96,48 @@ class Line(NamedTuple):
 
 
 TABLE_WIDTH = 200
-"""In a file or a narrow terminal no column is cut."""
+"""Wide enough that no column is cut, whatever the terminal."""
 COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
-    """The runs by names that tell them apart, in the order given."""
+    """The runs by distinct names, in the given order."""
     return dict(zip(distinct_names([Path(folder) for folder in folders]), map(read_run, folders), strict=True))
 
 
 def check_same_work(runs: Mapping[str, Run]) -> None:
-    """Raises ConfigError with a line for each key that makes the runs' work differ."""
+    """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
     for key in WORK_KEYS:
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
-            problems.append(f"{key}: the runs' work differs ({shown}); compare all the same with --force")
+            problems.append(f"{key}: the work of the runs differs ({shown}); to compare them anyway, use --force")
     if problems:
         raise ConfigError(problems)
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """Every measure of every run, by measure and then in the order of the runs; ratios to the first run."""
-    by_run = {name: _measures(run) for name, run in runs.items()}
-    first = next(iter(by_run.values()))
+    """A line for each measure and run: first measures of steps, then measures of whole runs."""
     lines: list[Line] = []
-    for measure in _in_order({measure for measures in by_run.values() for measure in measures}):
-        for name, values in ((name, measures[measure]) for name, measures in by_run.items() if measure in measures):
-            line = Line(measure, name, float(np.mean(values)))
-            if not measure.endswith(ONCE):
-                p50, p95 = np.quantile(values, [0.5, 0.95])
-                has_ratio = measure in first and values is not first[measure]
+    by_run = {name: _step_measures(run) for name, run in runs.items()}
+    first = next(iter(by_run.values()))
+    for measure in dict.fromkeys(chain.from_iterable(by_run.values())):
+        for name, measures in by_run.items():
+            if measure in measures:
+                values = measures[measure]
+                has_ratio = measure in first and measures is not first
                 ratio = ratio_of_means(first[measure], values) if has_ratio else None
-                line = line._replace(p50=float(p50), p95=float(p95), ratio=ratio)
-            lines.append(line)
+                p50, p95 = np.quantile(values, [0.5, 0.95])
+                lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    totals = {name: _run_measures(run) for name, run in runs.items()}
+    for measure in dict.fromkeys(chain.from_iterable(totals.values())):
+        lines += [Line(measure, name, total[measure]) for name, total in totals.items() if measure in total]
     return lines
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio | None:
-    """Mean of `other` over mean of `first`, steps drawn with replacement for the interval; None over a zero mean."""
+    """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has mean 0."""
     one, two = np.asarray(first), np.asarray(other)
     if not one.mean():
         return None
@@ -163,57 +163,51 @@ def as_table(lines: Sequence[Line]) -> Table:
 
 
 def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """`comparison.png`, `.svg` and `.html` in the folder."""
+    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     with style():
         files = save(_picture(runs, lines), folder / "comparison", "png", "svg")
-    return [*files, write_whole(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
+    return [*files, write_atomically(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
 
 
 # Numbers
 
 
 def _after_warm_up(steps: list[T]) -> list[T]:
-    """Without the first tenth, but at least one and at most ten, where compiling and allocating happens."""
+    """Leave out the warm-up: the first 10% of the steps, at least one and at most ten."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
-def _measures(run: Run) -> dict[str, list[float]]:
-    """What there is one of in each step, and what a run has one of: peaks of memory, and the reward at its end."""
-    if not run.rows:
-        raise ConfigError(f"{run.folder}: its metrics.jsonl has no row; compare runs that have done some steps")
-    measures: dict[str, list[float]] = {}
-    rows = list(run.rows.values())
-    for row in _after_warm_up([row for row in rows if f"{TIMING}step" in row]):
-        for name, value in row.items():
-            is_measure = name.startswith((TIMING, "overlap/")) or name.endswith("/busy_fraction")
-            if (is_measure or name == "perf/throughput") and np.isfinite(value):
-                measures.setdefault(name, []).append(value)
-    peaks = {name for row in rows for name in row if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))}
-    for name in sorted(peaks):
-        measures[f"{name} (most)"] = [max(row[name] for row in rows if name in row)]
-    if scores := [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]:
-        measures["critic/score/mean (last 10%)"] = scores[-max(1, len(scores) // 10) :]
-    validations = [[value for name, value in row.items() if name.startswith("val-core/")] for row in rows]
-    if any(validations):
-        measures["val-core (last)"] = [values for values in validations if values][-1]
+def _step_measures(run: Run) -> dict[str, list[float]]:
+    """The values of all steps after the warm-up, for each measure."""
+    if not run.metrics:
+        raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
+    steps = dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+    names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
+    names += ["perf/throughput", *sorted(name for name in metric_names(steps) if name.startswith("overlap/"))]
+    names += sorted(name for name in metric_names(steps) if name.endswith("/busy_fraction"))
+    return {name: values for name in names if (values := finite_values(steps, name)[1])}
+
+
+def _run_measures(run: Run) -> dict[str, float]:
+    """Measures that a run has only once: peak memory, and reward and validation at its end."""
+    measures: dict[str, float] = {}
+    if scores := [value for _, value in points(run.metrics, "critic/score/mean")]:
+        measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
+    for row in run.metrics.values():
+        if values := [value for name, value in row.items() if name.startswith("val-core/")]:
+            measures["val-core (last)"] = fmean(values)
+    memory = [name for name in metric_names(run.metrics) if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))]
+    for name in sorted(memory):
+        measures[f"{name} (most)"] = max(value for _, value in points(run.metrics, name))
     return measures
-
-
-def _in_order(measures: set[str]) -> list[str]:
-    """Times as in a step, its own before them; then what is of steps, and last what a run has one of."""
-    operations = in_step_order(name[len(TIMING) :] for name in measures if name.startswith(TIMING))
-    timings = [f"{TIMING}{name}" for name in ("step", *(name for name in operations if name != "step"))]
-    others = measures - {*timings}
-    rest = sorted(others, key=lambda name: (name.endswith(ONCE), name.startswith(("pool", "over")), name))
-    return [*(name for name in timings if name in measures), *rest]
 
 
 # The picture and the page
 
 
 def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
-    """A typical step of each run over the mean times of its operations."""
+    """A typical step of each run, above the mean times of its operations."""
     means: dict[str, dict[str, float]] = {name: {} for name in runs}
     for line in lines:
         if line.measure.startswith(TIMING):
@@ -228,14 +222,14 @@ def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
 
 
 def _typical_step(run: Run) -> tuple[int, float, float]:
-    """The step of median duration, its start and its end."""
+    """The step with the median duration, its start and its end."""
     steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
     by_duration = sorted(steps, key=lambda step: step[2] - step[1])
     return by_duration[len(by_duration) // 2]
 
 
 def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step of each run, on one time axis."""
+    """The first rank of each pool in a typical step of each run, on a common time axis."""
     places = count()
     ticks: dict[int, str] = {}
     typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
@@ -254,7 +248,7 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
                 bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
                 axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
                 left, right = bars[0][0], sum(bars[-1])
-                if right - left > longest_s * LETTER * (len(operation) + 1):
+                if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
                     ink = "white" if colors[operation] in DARK else "black"
                     axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
         axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
@@ -266,20 +260,9 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-svg { width: 100%; height: auto; background: white; border-radius: 6px; }
-pre { overflow-x: auto; }
-@media (prefers-color-scheme: dark) { body { background: #161616; color: #E6E6E6; } }
-"""
-
-
 def _page(lines: Sequence[Line], svg: str) -> str:
     console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
     console.print(as_table(lines))
-    title = escape(" and ".join(dict.fromkeys(line.run for line in lines)))
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg[svg.index('<svg') :]}\n<pre>{escape(console.export_text())}</pre>\n"
-        "<p>Ratios are to the first run. Intervals: bootstrap over steps, the first of which are left out.</p></html>\n"
-    )
+    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
+    title = " and ".join(dict.fromkeys(line.run for line in lines))
+    return page.render(title=title, svg=svg[svg.index("<svg") :], table=console.export_text())

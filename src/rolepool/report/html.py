@@ -1,7 +1,7 @@
-"""`report.html`: a run on one page that needs nothing else, neither files nor network.
+"""`report.html`: one page about a run that needs no other files and no network.
 
-Owns what is on the page and how much of it: long runs are binned, and the timeline holds whole steps up to a number of
-spans, so that a page opens at once however long the run. The page itself is `template.html`; it gets one JSON object.
+Owns what is on the page and limits its size: curves of long runs are binned, and the timeline shows a limited number of
+steps, so that every page opens at once. The page itself is `template.html`; it reads one JSON object.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -21,18 +21,18 @@ import numpy as np
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
 from rolepool.errors import explained
+from rolepool.files import write_atomically
 from rolepool.metrics.analysis import Timeline, lanes, step_bounds
-from rolepool.metrics.run_folder import write_whole
-from rolepool.metrics.sampling import pool_use
+from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
 from rolepool.report.findings import find
-from rolepool.report.run import Rows, Run, value_at
-from rolepool.report.summary import ByStep, around, by_step, summarise
+from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, points, timed_operations, value_at
+from rolepool.report.summary import SpansByStep, around, by_step, summarise
 
 MAX_POINTS = 500
 MAX_SPANS = 20_000
 MAX_STEPS_SHOWN = 12
-"""In the timeline, of a run with more than `MAX_SPANS` spans."""
+"""Steps on the timeline of a run that has more than `MAX_SPANS` spans."""
 
 CURVES = {
     "Reward": ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
@@ -46,22 +46,22 @@ CURVES = {
 Bounds = Mapping[int, tuple[float, float]]
 
 
-def write_report(run: Run, path: str | Path) -> Path:
-    """Write the page of a run. An older one stays until the new one is whole."""
+def write_report(run: Run, path: Path) -> Path:
+    """Write the page of a run and return its path."""
     page = render(run)
     with explained(f"report {path}: cannot be written", "give another file with -o"):
-        return write_whole(Path(path), [page])
+        return write_atomically(path, [page])
 
 
 def render(run: Run) -> str:
-    """The page. With `<` escaped, no text in the data can end the script element or open a comment."""
+    """The page. `<` is escaped in the data, so that no text in it can end the script element or open a comment."""
     template = resources.files("rolepool.report").joinpath("template.html").read_text(encoding="utf-8")
     data = json.dumps(_plain(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("__DATA__", data)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds: no number (a diverged loss) becomes null, and figures lose the digits that nobody can see."""
+    """The value as JSON can hold it: NaN and infinity become null, and numbers are rounded to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -73,11 +73,11 @@ def page_data(run: Run) -> dict[str, Any]:
     """Everything on the page."""
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
-    operations = in_step_order({recorded.operation for recorded in run.spans} | {*_timings(run.rows)})
+    operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
     path = sorted(summary.path_s.items(), key=lambda item: -item[1])
     return {
         "name": run.name,
-        "skipped": [f"skipped {count} unreadable lines of {file}" for file, count in run.skipped.items()],
+        "skipped": run.notes,
         "operations": operations,
         "colors": colors_for(operations),
         "wait_colors": WAIT_COLORS,
@@ -97,9 +97,9 @@ def page_data(run: Run) -> dict[str, Any]:
         ],
         "path": [(pool, operation, seconds) for (pool, operation), seconds in path],
         "timeline": _timeline(grouped, bounds, operations),
-        "breakdown": _breakdown(run.rows),
+        "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
-        "curves": _curves(run.rows),
+        "curves": list(_curves(run.metrics)),
         "plan": [
             (name, ", ".join(pool.roles), " ".join(f"{slot.node}:{slot.gpu}" for slot in pool.slots), show(pool.share))
             for name, pool in (run.plan.pools.items() if run.plan is not None else ())
@@ -109,70 +109,61 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value and default of what differs; `${...}` in a default stands for the value of another key."""
+    """Key, value and default of each key that differs. `${...}` in a default stands for the value of another key."""
     changed = []
     for path, key in all_keys().items():
         value, default = value_at(config, path), key.default
-        if isinstance(default, str):
-            whole = re.fullmatch(r"\$\{([^}]+)\}", default)
+        if isinstance(default, str) and (followed := re.fullmatch(r"\$\{([^}]+)\}", default)):
+            default = value_at(config, followed[1])
+        elif isinstance(default, str):
             default = re.sub(r"\$\{([^}]+)\}", lambda match: str(value_at(config, match[1])), default)
-            default = value_at(config, whole[1]) if whole else default
         if value != default:
             changed.append((path, show(value), show(default)))
     return changed
 
 
-# Binned over steps or time
+# Curves over steps or time
 
 
-def _binned(points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-    """At most `MAX_POINTS` points: the mean x of each, and the least, mean and most y."""
-    if not points:
+def _binned(xy: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """At most `MAX_POINTS` bins: the mean x of each, and the minimum, mean and maximum y."""
+    if not xy:
         return {"x": [], "min": [], "mean": [], "max": []}
-    x, y = np.asarray(points, dtype=float).T
+    x, y = np.asarray(xy, dtype=float).T
     starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
     sizes = np.diff([*starts, len(x)])
-    found = {
-        "x": np.add.reduceat(x, starts) / sizes,
-        "min": np.minimum.reduceat(y, starts),
-        "mean": np.add.reduceat(y, starts) / sizes,
-        "max": np.maximum.reduceat(y, starts),
+    return {
+        "x": (np.add.reduceat(x, starts) / sizes).tolist(),
+        "min": np.minimum.reduceat(y, starts).tolist(),
+        "mean": (np.add.reduceat(y, starts) / sizes).tolist(),
+        "max": np.maximum.reduceat(y, starts).tolist(),
     }
-    return {name: values.tolist() for name, values in found.items()}
 
 
 def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    lines = [{"name": name, **_binned(points)} for name, points in series.items()]
+    lines = [{"name": name, **_binned(xy)} for name, xy in series.items()]
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def _curves(rows: Rows) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    charts = []
+def _curves(metrics: MetricsByStep) -> Iterable[dict[str, Any]]:
+    names = metric_names(metrics)
     for title, patterns in CURVES.items():
         wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
-        series = {name: [(step, row[name]) for step, row in rows.items() if name in row] for name in wanted}
-        charts.append(_chart(title, "step", series))
-    return [chart for chart in charts if chart["series"]]
+        if wanted:
+            yield _chart(title, "step", {name: points(metrics, name) for name in wanted})
 
 
-def _timings(rows: Rows) -> list[str]:
-    """The operations that rows have a time of."""
-    names = {name.removeprefix("timing_s/") for row in rows.values() for name in row if name.startswith("timing_s/")}
-    return in_step_order(names - {"step"})
-
-
-def _breakdown(rows: Rows) -> dict[str, Any]:
-    """Seconds of each operation a step, and of the step. Operations that overlap add up to more than it."""
-    steps = {step: row for step, row in rows.items() if "timing_s/step" in row}
+def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
+    """Seconds of each operation in a step, and of the step itself, which is shorter if operations overlap."""
+    steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
     bars = {
-        name: _binned([(step, row.get(f"timing_s/{name}", 0.0)) for step, row in steps.items()])["mean"]
-        for name in _timings(steps)
+        name: _binned([(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()])["mean"]
+        for name in timed_operations(steps)
     }
-    return {"operations": bars, "step": _binned([(step, row["timing_s/step"]) for step, row in steps.items()])}
+    return {"operations": bars, "step": _binned(points(steps, f"{TIMING}step"))}
 
 
-def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
     """Utilization and memory of pools over time."""
     utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
     memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -181,54 +172,45 @@ def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for pool, (percent, gib) in pool_use(sample).items():
             utilization[pool].append((time_s, percent))
             memory[pool].append((time_s, gib))
-    titles = ("Utilization (%), mean of a pool's ranks", "Memory (GiB), most of a pool's ranks")
-    charts = [_chart(title, "seconds", series) for title, series in zip(titles, (utilization, memory), strict=True)]
-    return charts if utilization else []
+    if not utilization:
+        return []
+    return [
+        _chart("Utilization (%), mean of the pool's ranks", "seconds", utilization),
+        _chart("Memory (GiB), maximum of the pool's ranks", "seconds", memory),
+    ]
 
 
 # Timeline
 
 
-def _timeline(grouped: ByStep, bounds: Bounds, operations: Sequence[str]) -> dict[str, Any]:
-    """Windows of steps that follow each other; one window where all steps are shown."""
-    chosen = _choose_steps(grouped, bounds)
-    windows: list[list[int]] = []
-    for step in sorted(chosen):
-        if not windows or step != windows[-1][-1] + 1:
-            windows.append([])
-        windows[-1].append(step)
-    shown = []
-    for steps in windows:
+def _timeline(grouped: SpansByStep, bounds: Bounds, operations: Sequence[str]) -> dict[str, Any]:
+    windows, shown = [], _choose_steps(grouped, bounds)
+    for why, steps in shown.items():
         first, last = steps[0], steps[-1]
-        why = ", ".join(dict.fromkeys(chosen[step] for step in steps))
         label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
         starts = [(step, bounds[step][0] - bounds[first][0]) for step in steps]
         window = _window(around(grouped, first, last), bounds[first][0], bounds[last][1], operations)
-        shown.append({"label": label, "starts": starts, **window})
-    return {"windows": shown, "num_shown": len(chosen)}
+        windows.append({"label": label, "starts": starts, **window})
+    return {"windows": windows, "num_shown": len({step for steps in shown.values() for step in steps})}
 
 
-def _choose_steps(grouped: ByStep, bounds: Bounds) -> dict[int, str]:
-    """The steps to show, and why each: all, or the slowest, the median one, and as many first and last as fit."""
+def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
+    """The windows of steps to show: all steps, or as many as fit of the first, slowest, median and last."""
     steps = sorted(bounds)
-    if sum(len(grouped[step]) for step in steps) <= MAX_SPANS:
-        return dict.fromkeys(steps, "all")
+    sizes = [len(grouped[step]) for step in steps]
+    if sum(sizes) <= MAX_SPANS:
+        return {"all": steps} if steps else {}
     by_length = sorted(steps, key=lambda step: bounds[step][1] - bounds[step][0])
-    wanted = [(steps[0], "first"), (by_length[-1], "slowest"), (by_length[len(steps) // 2], "median")]
-    for first, last in zip(steps, reversed(steps), strict=True):
-        wanted += [(last, "last"), (first, "first")]
-    chosen: dict[int, str] = {}
-    room = MAX_SPANS
-    for step, why in wanted[: 2 * MAX_STEPS_SHOWN]:
-        if step not in chosen and (room >= len(grouped[step]) or not chosen) and len(chosen) < MAX_STEPS_SHOWN:
-            chosen[step] = why
-            room -= len(grouped[step])
-    return chosen
+    count = min(MAX_STEPS_SHOWN, MAX_SPANS // max(sizes)) // 2 - 1  # at each end, besides slowest and median
+    if count < 1:
+        return {"first": steps[:1]}
+    middle = by_length[len(steps) // 2]
+    return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
 
 
 def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[str]) -> dict[str, Any]:
-    """Lanes with spans and waits, times from the start. Spans are whole where the window cuts them; lanes are left out
-    when one step alone has too many spans."""
+    """Lanes with spans and waits; times count from the window's start. Spans that cross its ends are not cut. If a
+    single step has too many spans, the last lanes are left out."""
     boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
     for step, operation, span in spans:
         if span.end_s > start_s and span.start_s < end_s:

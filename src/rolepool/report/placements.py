@@ -1,6 +1,6 @@
-"""One recipe trained under several placements, one after another, each as a process of its own.
+"""Training one recipe with several placements, one after another, each in its own process.
 
-Owns the words that name placements, and the processes. Knows runs by the folders they leave.
+Owns how placements are named on the command line, and the processes.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.placement.checks import find_problems
 from rolepool.placement.plan import build_plan
 
-NUM_LINES_OF_FAILURE = 10
+NUM_LINES_SHOWN = 10
+"""Lines from the end of a failed run's output that are reported."""
 
 
 def overrides_of(word: str) -> list[str]:
-    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` a list of overrides."""
+    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` is a list of overrides."""
     return re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
 
 
 def run_placements(
     recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None]
 ) -> tuple[list[Path], list[str]]:
-    """Train under each placement. Returns the folders of the runs that succeeded, and why others did not."""
+    """Train with each placement. Returns the folders of the runs that succeeded, and why the others failed."""
     placements = {re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word) for word in words}
     if len(words) < 2 or len(placements) < len(words):
-        raise ConfigError("compare --run: give two placements or more after `--`, such as `-- standard split`")
-    _refuse_what_cannot_run(recipe, overrides, placements)
-    home = _free_folder(Path("runs") / f"compare_{Path(recipe).stem}")
+        raise ConfigError("compare --run: give at least two placements after `--`, such as `-- standard split`")
+    _check_placements(recipe, overrides, placements)
+    home = _new_folder(Path("runs") / f"compare_{Path(recipe).stem}")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # a `kill` or a closed terminal, unless under nohup
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
             signal.signal(number, _terminate)
     folders, failures = [], []
     for name, placement in placements.items():
         folder, log = home / name, home / f"{name}.log"
         keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
-        say(f"training under {name}; its output goes to {log}")
+        say(f"training with {name}; its output is in {log}")
         with log.open("w", encoding="utf-8") as output:
             command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
             code = _wait_for(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0))
         if code == 0:
             folders.append(folder)
         else:
-            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_OF_FAILURE:]
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_SHOWN:]
             failures.append("\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last]))
     return folders, failures
 
 
 def _wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Ctrl-C is handed on, each of them once as the child is in a process group of its own, and raised
-    when the child has ended."""
+    """The child's exit code. Passes every Ctrl-C on to the child, and raises it here after the child has ended.
+
+    The child is in its own process group, so it does not receive Ctrl-C from the terminal as well.
+    """
     interrupted: type[KeyboardInterrupt] | None = None
     while child.returncode is None:
         try:
@@ -66,7 +69,7 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
             interrupted = type(interrupt)
             child.send_signal(signal.SIGINT)
     if interrupted is not None:
-        raise interrupted("the run that was training has ended too")
+        raise interrupted("the training run has ended too")
     return child.returncode
 
 
@@ -74,8 +77,8 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: dict[str, list[str]]) -> None:
-    """Before the first run starts, for a recipe may set keys that belong to one of the placements only."""
+def _check_placements(recipe: str, overrides: Sequence[str], placements: dict[str, list[str]]) -> None:
+    """Raise ConfigError before the first run starts if one of the placements cannot run."""
     problems: list[str] = []
     for name, placement in placements.items():
         try:
@@ -83,14 +86,14 @@ def _refuse_what_cannot_run(recipe: str, overrides: Sequence[str], placements: d
             found = find_problems(config, build_plan(config))
         except RolepoolError as error:
             found = list(error.problems)
-        problems += [f"{recipe} under {name}: {problem}" for problem in found]
+        problems += [f"{recipe} with {name}: {problem}" for problem in found]
     if problems:
-        raise ConfigError([*problems, f"keys of one placement go after `--` with it, and not into {recipe}"])
+        raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
 
 
-def _free_folder(wanted: Path) -> Path:
-    """A new folder of that name, or of the next one that is free: no run is mixed with an earlier one."""
-    names = chain([wanted.name], (f"{wanted.name}_{number}" for number in count(2)))
-    folder = next(folder for folder in map(wanted.with_name, names) if not folder.exists())
+def _new_folder(path: Path) -> Path:
+    """Create the folder, or, if it exists, one with the next free number, so that runs are never mixed."""
+    names = chain([path.name], (f"{path.name}_{number}" for number in count(2)))
+    folder = next(folder for folder in map(path.with_name, names) if not folder.exists())
     folder.mkdir(parents=True)
     return folder

@@ -1,7 +1,7 @@
-"""A run folder, read back.
+"""Reading a run folder.
 
-Owns how its files are read: lines that a killed run or a full disk left unreadable are skipped and counted, and so is
-a whole file that cannot be read.
+Owns how its files are read. Lines that a killed run or a full disk left unreadable are skipped and counted; so is a
+whole file that cannot be read.
 """
 
 from __future__ import annotations
@@ -14,88 +14,130 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
 from rolepool.metrics.analysis import Recorded
+from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Span
 from rolepool.placement.plan import Plan
+from rolepool.report.colors import in_step_order
 
 T = TypeVar("T")
 
-Rows = dict[int, dict[str, float]]
-"""Metrics by step, in the order of steps."""
+TIMING = "timing_s/"
+"""The name of an operation's time begins with it."""
+
+MetricsByStep = dict[int, dict[str, float]]
+"""The metrics of each step by name, in the order of steps."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run wrote down. `skipped` counts the unreadable lines of each file that has some."""
+    """What a run folder contains. `skipped` counts the unreadable lines of each file that has some."""
 
     folder: Path
     name: str
     config: dict[str, Any]
     plan: Plan | None
     spans: list[Recorded]
-    rows: Rows
-    """A step's validation is in its row."""
-    monitor: list[dict[str, Any]]
+    metrics: MetricsByStep
+    """The metrics of a validation are included in those of its step."""
+    monitor: list[Sample]
     skipped: dict[str, int]
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, in words."""
+        return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
 
 def read_run(folder: str | Path) -> Run:
-    """A run folder's content; ConfigError where the folder is no run."""
+    """Read a run folder. Raises ConfigError if the folder is not one."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
-        what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is no folder"
+        what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
     skipped: dict[str, int] = {}
-    rows: Rows = {}
-    for step, row in _all(Lines(folder / "metrics.jsonl", read_row), skipped):
-        rows.setdefault(step, {}).update(row)
+    metrics: MetricsByStep = {}
+    for step, row in _read_lines(folder / "metrics.jsonl", read_row, skipped):
+        metrics.setdefault(step, {}).update(row)
     return Run(
         folder=folder,
         name=folder.resolve().name,
-        config=_whole_file(folder / "config.yaml", _config, skipped) or {},
-        plan=_whole_file(folder / "plan.json", Plan.model_validate_json, skipped),
-        spans=_all(Lines(folder / "spans.jsonl", read_span), skipped),
-        rows=dict(sorted(rows.items())),
-        monitor=_all(Lines(folder / "monitor.jsonl", read_moment), skipped),
+        config=_read_file(folder / "config.yaml", _read_config, skipped) or {},
+        plan=_read_file(folder / "plan.json", Plan.model_validate_json, skipped),
+        spans=_read_lines(folder / "spans.jsonl", read_span, skipped),
+        metrics=dict(sorted(metrics.items())),
+        monitor=_read_lines(folder / "monitor.jsonl", read_sample, skipped),
         skipped=skipped,
     )
 
 
+def points(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
+    """Step and value for each step that has this metric."""
+    return [(step, row[name]) for step, row in metrics.items() if name in row]
+
+
+def finite_values(metrics: MetricsByStep, name: str) -> tuple[list[float], list[float]]:
+    """The steps that have a finite value of this metric, and these values."""
+    found = [(step, value) for step, value in points(metrics, name) if math.isfinite(value)]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def metric_names(metrics: MetricsByStep) -> list[str]:
+    """All names of metrics, in the order in which they first appear."""
+    return list(dict.fromkeys(name for row in metrics.values() for name in row))
+
+
+def timed_operations(metrics: MetricsByStep) -> list[str]:
+    """The operations that have a time in some step, in the order of a step; without `step` itself."""
+    names = [name.removeprefix(TIMING) for name in metric_names(metrics) if name.startswith(TIMING)]
+    return in_step_order(name for name in names if name != "step")
+
+
 def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where the config has no such key."""
+    """The value of a dotted key; None if the config has no such key."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def _whole_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> T | None:
-    if not file.is_file():
-        return None
+def _read_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> T | None:
     try:
-        return read(file.read_bytes())
+        return read(file.read_bytes()) if file.is_file() else None
     except (OSError, ValueError, yaml.YAMLError):
         skipped[file.name] = 1
         return None
 
 
-class Lines(Generic[T]):
-    """A file of one JSON object a line, read again and again while it grows; of a long one perhaps the end only."""
+def _read_lines(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> list[T]:
+    lines = JsonLines(file, read)
+    with explained(f"{file}: cannot be read", "give a run folder with readable files"):
+        found = list(lines.read_new())
+    if num_skipped := lines.num_unreadable + lines.is_cut_off:
+        skipped[file.name] = num_skipped
+    return found
+
+
+class JsonLines(Generic[T]):
+    """A file with one JSON object in each line, which can be read repeatedly while it grows.
+
+    With `last_bytes`, only that much of the end of a long file is read at first.
+    """
 
     def __init__(self, path: Path, read: Callable[[bytes], T], last_bytes: float = math.inf) -> None:
         self.path = path
         self.num_unreadable = 0
         self.is_cut_off = False
-        """Whether the last line has no end, or not yet."""
+        """Whether the last line is incomplete."""
         self._read = read
         self._last_bytes = last_bytes
         self._inode = self._offset = 0
 
-    def new(self) -> Iterator[T]:
-        """What was added since the last time, and all of it again when a resumed run wrote the file anew."""
+    def read_new(self) -> Iterator[T]:
+        """The lines that were added since the last call; all lines if a resumed run has replaced the file."""
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
@@ -116,54 +158,18 @@ class Lines(Generic[T]):
                     yield found
 
 
-def _all(lines: Lines[T], skipped: dict[str, int]) -> list[T]:
-    with explained(f"{lines.path}: cannot be read", "give a run folder whose files can be"):
-        found = list(lines.new())
-    if num_skipped := lines.num_unreadable + lines.is_cut_off:
-        skipped[lines.path.name] = num_skipped
-    return found
-
-
-# One object each. Fields that are unknown here are ignored; those that `Span` has a default for may be missing.
-
-
-class _Object(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _Gpu(_Object):
-    index: int
-    utilization: float
-    memory_bytes: int
-    memory_total_bytes: int = 0
-    power_w: float
-    pools: list[str]
-
-
-class _Process(_Object):
-    pid: int
-    pool: str
-    rank: int
-    roles: list[str]
-    cpu_percent: float
-    memory_bytes: int
-
-
-class _Moment(_Object):
-    time_s: float
-    node: str
-    gpus: list[_Gpu]
-    processes: list[_Process]
-
+# One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.
 
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
-_SpanLine = create_model("_SpanLine", __base__=_Object, **_fields)
-_Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may well be NaN
+_SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
+_Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
+_Sample = TypeAdapter(Sample)
+_Config = TypeAdapter(dict[str, Any])
 
 
-def _config(text: bytes) -> dict[str, Any]:
-    return TypeAdapter(dict[str, Any]).validate_python(yaml.safe_load(text))
+def _read_config(text: bytes) -> dict[str, Any]:
+    return _Config.validate_python(yaml.safe_load(text))
 
 
 def read_span(line: bytes) -> Recorded:
@@ -178,9 +184,9 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]]:
     row = _Row.validate_json(line)
     step = row.pop("step", math.nan)
     if not step.is_integer():
-        raise ValueError("belongs to no step")
+        raise ValueError("has no step")
     return int(step), row
 
 
-def read_moment(line: bytes) -> dict[str, Any]:
-    return _Moment.model_validate_json(line).model_dump()
+def read_sample(line: bytes) -> Sample:
+    return _Sample.validate_json(line, strict=True)

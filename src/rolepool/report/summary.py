@@ -1,6 +1,7 @@
-"""What a run's spans say about its pools, averaged over steps: the numbers the report shows and findings rest on.
+"""Averages over the steps of a run: where each pool's time went, and the critical path.
 
-Of a long run it takes steps at even distances. The first step, which warms up, is left out where there are others.
+The report shows these numbers, and the findings are based on them. The first step is left out if there are others,
+because it includes warm-up.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from rolepool.metrics.spans import DRIVER
 MAX_STEPS = 200
 MAX_REPLAYED_STEPS = 12
 
-ByStep = Mapping[int, Sequence[Recorded]]
+SpansByStep = Mapping[int, Sequence[Recorded]]
 
 
 @dataclass
 class PoolUse:
-    """Where the time of a pool's ranks went: seconds a step, the average of its ranks."""
+    """Where a pool's time went: seconds per step, averaged over its ranks."""
 
     num_ranks: int
     busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By operation."""
     waits_s: dict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """By kind of waiting, and the pool and operation waited for."""
+    """By kind of wait, and the pool and operation that it waited for."""
 
     @property
     def busy_fraction(self) -> float:
@@ -37,31 +38,30 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Summary:
-    """Averages over `steps`; `step_times` are those of all steps."""
+    """Averages over `steps`."""
 
     steps: list[int]
-    step_times: dict[int, float]
     step_s: float
     pools: dict[str, PoolUse]
     path_s: dict[tuple[str, str], float]
-    """Seconds of the critical path a step, by pool and operation; two empty names for handing over between calls."""
+    """Seconds of the critical path per step, by pool and operation; hand-overs between calls have two empty names."""
     saved_s: float
 
 
-def by_step(spans: Sequence[Recorded]) -> ByStep:
+def by_step(spans: Sequence[Recorded]) -> SpansByStep:
     grouped: dict[int, list[Recorded]] = defaultdict(list)
     for recorded in spans:
         grouped[recorded.step].append(recorded)
     return grouped
 
 
-def around(grouped: ByStep, first: int, last: int) -> Timeline:
-    """The spans of steps and of those next to them, which may reach into their time or explain it."""
+def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
+    """The spans of these steps, and of the steps before and after, which may overlap or explain them."""
     return Timeline(recorded for step in range(first - 1, last + 2) for recorded in grouped.get(step, ()))
 
 
-def summarise(grouped: ByStep, bounds: Mapping[int, tuple[float, float]]) -> Summary:
-    """Averages over at most `MAX_STEPS` steps."""
+def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -> Summary:
+    """Averages over at most `MAX_STEPS` steps, evenly spaced."""
     all_steps = sorted(bounds)[1:] or sorted(bounds)
     count = min(len(all_steps), MAX_STEPS)
     steps = [all_steps[len(all_steps) * index // count] for index in range(count)]
@@ -83,14 +83,16 @@ def summarise(grouped: ByStep, bounds: Mapping[int, tuple[float, float]]) -> Sum
             key = (link.pool, link.operation) if link.kind == "work" else ("", "")
             path_s[key] += (link.end_s - link.start_s) / count
         saved_s += step_metrics(spans, start_s, end_s)["overlap/saved_s"] / count
-    step_times = {step: bounds[step][1] - bounds[step][0] for step in sorted(bounds)}
-    step_s = statistics.fmean(step_times[step] for step in steps) if steps else 0.0
-    return Summary(steps, step_times, step_s, pools, dict(path_s), saved_s)
+    step_s = statistics.fmean(bounds[step][1] - bounds[step][0] for step in steps) if steps else 0.0
+    return Summary(steps, step_s, pools, dict(path_s), saved_s)
 
 
-def replayed_step_s(grouped: ByStep, scales: Mapping[str, float]) -> float | None:
-    """Length of a step if calls on a pool lasted `scales` times as long and started as early as they can: after earlier
-    calls on their pool, the calls that fed them, and the driver. None where too few steps were recorded."""
+def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float]) -> float | None:
+    """Duration of a step if each call of a pool took `scales[pool]` times as long; None if there are too few steps.
+
+    Replays the recorded calls. Each starts as early as it can: after the earlier calls of its pool, after the calls
+    whose results are its inputs, and after the driver.
+    """
     steps = sorted(grouped)[1:]
     middle = max(0, (len(steps) - MAX_REPLAYED_STEPS) // 2)
     calls: dict[tuple[float, int, str], list[Recorded]] = defaultdict(list)
@@ -108,5 +110,5 @@ def replayed_step_s(grouped: ByStep, scales: Mapping[str, float]) -> float | Non
             starts.setdefault(step, start)
         slowest_s = max(recorded.span.duration_s for recorded in ranks)
         ends[number] = free[pool] = start + slowest_s * scales.get(pool, 1.0)
-    first, *others = list(starts.values())[(len(starts) - 1) // 2 :] or [0.0]  # until the pools have fallen into step
+    first, *others = list(starts.values())[(len(starts) - 1) // 2 :] or [0.0]  # the first half is the ramp-up
     return (others[-1] - first) / len(others) if others else None

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: what they hold beside the models, where a run goes on, and one as a Hugging Face folder.
+"""Checkpoints of a run: saving, finding the one to resume from, and exporting one as a Hugging Face folder.
 
-Owns `trainer.json` and which checkpoints are kept. What a model's folder looks like is `models.checkpoint`'s.
+Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, load_config
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, one_line
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models.checkpoint import (
     checkpoint_folder,
@@ -28,7 +28,7 @@ from rolepool.trainer.calls import Roles
 
 
 class Position(BaseModel):
-    """Where a run stands between two steps, the models aside."""
+    """The state of a run between two steps, without the models."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The last whole one in the folder, whether it is to be gone on from or not."""
+        """The newest complete checkpoint in the folder."""
         return newest_checkpoint(self._folder.path)
 
     @property
@@ -61,7 +61,7 @@ class Checkpoints:
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
     def find(self) -> Path | None:
-        """The checkpoint to go on from; None starts anew."""
+        """The checkpoint to resume from; None starts a new run."""
         if self._keys.resume_mode == "disable":
             return None
         is_auto = self._keys.resume_mode == "auto"
@@ -69,20 +69,17 @@ class Checkpoints:
         if path is None:
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
-        if missing and is_auto:
-            raise ConfigError(
-                f"trainer.resume_mode=auto: the newest checkpoint, {path}, has no {missing}; "
-                "go on with the keys it was saved under, or set trainer.resume_mode=disable to start anew"
-            )
         if missing:
-            raise ConfigError(
-                f"trainer.resume_from_path={path}: no {missing} there; give the folder of a checkpoint, such as "
-                "runs/NAME/checkpoints/step_000010"
-            )
+            where = f"trainer.resume_from_path={path}:"
+            fix = "give the folder of a checkpoint, such as runs/NAME/checkpoints/step_000010"
+            if is_auto:
+                where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
+                fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
+            raise ConfigError(f"{where} has no {missing}; {fix}")
         return path
 
     def check_folder_is_shared(self, roles: Roles) -> None:
-        """Every rank that will save must see the driver's folder."""
+        """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
         probe = self._folder.path.absolute() / ".shared-folder-probe"
         setting = f"trainer.default_local_dir={self._keys.default_local_dir}"
         probe.touch()
@@ -94,7 +91,7 @@ class Checkpoints:
             probe.unlink()
 
     def save(self, roles: Roles, position: Position) -> None:
-        """Write a whole checkpoint, then let go of those no longer kept."""
+        """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
         final = checkpoint_folder(self._folder.path.absolute(), position.step)
         temporary = temporary_folder(final)
         for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
@@ -106,7 +103,7 @@ class Checkpoints:
                 remove_old(self._folder.path, name, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
-        """Have all roles go on from a checkpoint."""
+        """Load a checkpoint into all roles."""
         for name, role in roles.trained.items():
             fix = "copy the checkpoint there, or to a folder that all nodes share"
             role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
@@ -115,18 +112,18 @@ class Checkpoints:
 
 
 def read_position(folder: Path) -> Position:
-    """The position that a checkpoint was made at."""
+    """The state of the run when the checkpoint was saved."""
     path = folder / "trainer.json"
     try:
         return Position.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path}: not a trainer state ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{path}: not a trainer state ({one_line(error)})") from None
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
-    """Write a role's model of a step (None: of the newest checkpoint) for `from_pretrained`; returns what was read."""
+    """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: not a run folder; no config.yaml is in it")
+        raise ConfigError(f"{run}: not a run folder (it has no config.yaml); give the folder of a run")
     saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
@@ -141,13 +138,8 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
 
 
 def _model_folder(key: str, path: str | None) -> Path:
-    """Where the model that was trained came from: a folder, or a hub id's files on this machine."""
-    if path is not None and Path(path).is_dir():
-        return Path(path)
+    """The folder of the original model: a local folder, or the local copy of a hub model."""
     try:
-        found = cached_file(path, "config.json") if path is not None else None
+        return Path(str(cached_file(str(path), "config.json"))).parent
     except OSError:
-        found = None
-    if found is None:
-        raise ConfigError(f"{key}={path}: not found; export where training found it")
-    return Path(found).parent
+        raise ConfigError(f"{key}={path}: not found; run the export on a machine that has it") from None

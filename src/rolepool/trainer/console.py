@@ -1,6 +1,6 @@
-"""What a user sees of a run in the terminal: a progress bar, the metrics line of each step, a summary at the end.
+"""A training run in the terminal: a progress bar, a line of metrics for each step, and a summary at the end.
 
-Owns the text. Every number comes from a row of metrics.
+Owns the text. Every number comes from the metrics of a step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NUM_SHOWN_SAMPLES = 4
 
 
 class _Terminal(Console):
-    """Goes quiet when its reader (`| head`) has left, where rich would end the program."""
+    """Goes silent if the output pipe closes (`| head`). rich would end the program."""
 
     def on_broken_pipe(self) -> None:
         silence_stdout()
 
 
 class TrainingConsole(Observer):
-    """Shows rows as they come. Use as `observer` of a Trainer, inside a `with`."""
+    """Shows metrics as they arrive. Use it as the `observer` of a Trainer, in a `with` block."""
 
     def __init__(self, num_steps: int, *, lines: bool) -> None:
         self._console = _Terminal(highlight=False, soft_wrap=True)
@@ -61,7 +61,7 @@ class TrainingConsole(Observer):
             self.validations.append((step, sum(scores) / len(scores)))
         if "critic/score/mean" in metrics:
             self.rewards.append(metrics["critic/score/mean"])
-            words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s a step"
+            words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s per step"
             self._progress.update(self._task, completed=step, description=words)
         if self._lines:
             self._console.print(console_line(step, metrics), markup=False)
@@ -72,7 +72,7 @@ class TrainingConsole(Observer):
         self._samples = samples[:NUM_SHOWN_SAMPLES]
 
     def print_summary(self, run_folder: str) -> None:
-        """Some responses of the last validation, the reward's course, and where the run is."""
+        """Print some responses of the last validation, the reward curve, and the run folder."""
         if self._samples:
             table = Table(title="validation", title_justify="left")
             for column in ("prompt", "response", "ground truth", "score"):
@@ -81,9 +81,9 @@ class TrainingConsole(Observer):
                 table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
             self._console.print(table)
         if self.rewards:
-            course = f"{self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}"
-            self._console.print(f"reward  {sparkline(self.rewards)}  {course}")
+            first, last = self.rewards[0], self.rewards[-1]
+            self._console.print(f"reward  {sparkline(self.rewards)}  {first:.3f} -> {last:.3f}")
         if self.validations:
-            (first, before), (last, after) = self.validations[0], self.validations[-1]
-            self._console.print(f"held out: {before:.3f} after step {first}, {after:.3f} after step {last}")
+            (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
+            self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
         self._console.print(f"run folder: {run_folder}", markup=False)

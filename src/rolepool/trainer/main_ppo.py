@@ -1,33 +1,33 @@
-"""Training from the words of a command line: `rolepool train`, and `python -m rolepool.trainer.main_ppo` under the name
-that launch scripts call.
+"""Training from the command line: `rolepool train` and `python -m rolepool.trainer.main_ppo` are the same program.
 
-Owns what is said before the first step and after the last. Heavy imports wait until there is a config to train.
+Owns what is printed before the first step and after the last one. Slow imports wait until the config is valid.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rolepool.command_line import Parser, load_words, run_program
 from rolepool.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rolepool.config import LoadedConfig
 
-
-def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> None:
-    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
+def train(arguments: list[str], program: str, split_file: str | None = None) -> None:
+    """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
 
     from rolepool.config.built import refused_keys
     from rolepool.config.loading import show
 
-    loaded = load(options.words)
+    loaded = load_words(options.words if split_file is None else [split_file, *options.words])
+    if split_file is not None and loaded.config.placement.strategy == "standard":
+        raise ConfigError(
+            "placement.strategy=standard: main_ppo_split trains in two pools; leave it out, "
+            "or use rolepool.trainer.main_ppo"
+        )
     refused = refused_keys(loaded)
     if refused:
-        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
+        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not implemented; leave it out" for path in refused)
 
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.loop import Trainer
