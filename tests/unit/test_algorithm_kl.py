@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rolepool.algorithm import (
+from rolepool.algorithm.kl import (
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.checkpoint import (
     checkpoint_folder,
@@ -101,8 +101,8 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
     return TrainedModel(
         model.to(setting.dtype),
         device="cpu",
-        optim=Optim(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
-        fsdp=Fsdp(fsdp_size=setting.fsdp_size),
+        optim=OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
+        fsdp=FsdpConfig(fsdp_size=setting.fsdp_size),
         grad_clip=1.0,
         num_training_steps=8,
         checkpointing=False,

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.masked import keep_masked, masked_sum, masked_whiten
+from rolepool.algorithm.registry import adv_estimators, register_adv_est
 from rolepool.errors import DataError
 
 GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
 
 
+@register_adv_est("gae")
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016), whitened over all kept tokens.
 
@@ -37,6 +39,7 @@ def compute_gae_advantage_return(
     return masked_whiten(advantages, response_mask), returns
 
 
+@register_adv_est("grpo")
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -44,6 +47,7 @@ def compute_grpo_outcome_advantage(
     index: GroupIndex,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """GRPO (Shao et al. 2024): a response's score against those of its group, the same for all its tokens.
 
@@ -61,9 +65,10 @@ def compute_grpo_outcome_advantage(
     return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
 
 
+@register_adv_est("rloo")
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score against the mean of the others.
 
@@ -71,14 +76,15 @@ def compute_rloo_outcome_advantage(
 
     A group of one has no others: its score is left as it is.
     """
-    centred, _, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
+    centred, _group, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     advantages = centred * size_of_row / (size_of_row - 1).clamp(min=1)
     return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
 
 
+@register_adv_est("remax")
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al. 2024): the rewards from a token on, less the score b_i of the prompt's greedy response.
 
@@ -89,9 +95,10 @@ def compute_remax_outcome_advantage(
     return keep_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
 
 
+@register_adv_est("reinforce_plus_plus")
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all kept tokens.
 
@@ -102,9 +109,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return masked_whiten(returns, response_mask), returns
 
 
+@register_adv_est("reinforce_plus_plus_baseline")
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with a baseline: the score less the group's mean, whitened over all kept tokens of the batch.
 
@@ -113,51 +121,31 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A group of one has no baseline: its score goes into the whitening as it is.
     """
-    centred, _, _ = _centred_scores(token_level_rewards, response_mask, index)
+    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
     advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
     advantages = advantages.to(token_level_rewards.dtype)
     return advantages, advantages
 
 
+@torch.no_grad()
 def compute_advantage(
-    adv_estimator: str,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-    norm_adv_by_std_in_grpo: bool,
-    values: Tensor | None = None,
-    index: GroupIndex | None = None,
-    reward_baselines: Tensor | None = None,
+    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) by the estimator of that name, which takes from the arguments what it needs."""
-
-    def needed(argument: Any, name: str) -> Any:
-        if argument is None:
+    """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
+    for name in adv_estimators.needs_of(adv_estimator):
+        if inputs.get(name) is None:
             raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
-        return argument
-
-    rewards, mask = token_level_rewards, response_mask
-    match adv_estimator:
-        case "gae":
-            return compute_gae_advantage_return(rewards, needed(values, "values"), mask, gamma, lam)
-        case "grpo":
-            return compute_grpo_outcome_advantage(
-                rewards, mask, needed(index, "index"), norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
-            )
-        case "rloo":
-            return compute_rloo_outcome_advantage(rewards, mask, needed(index, "index"))
-        case "remax":
-            return compute_remax_outcome_advantage(rewards, needed(reward_baselines, "reward_baselines"), mask)
-        case "reinforce_plus_plus":
-            return compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma)
-        case "reinforce_plus_plus_baseline":
-            return compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, needed(index, "index"))
-    raise ValueError(
-        f"unknown advantage estimator {adv_estimator!r}; choose from gae, grpo, rloo, remax, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline"
+    function = adv_estimators.find(adv_estimator)
+    estimated: tuple[Tensor, Tensor] = function(
+        token_level_rewards=token_level_rewards, response_mask=response_mask, **inputs
     )
+    for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
+        if tensor.shape != response_mask.shape:
+            raise DataError(
+                f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}; "
+                f"they must have the shape of response_mask, {list(response_mask.shape)}"
+            )
+    return estimated
 
 
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,14 @@ cut in two. Rows without a 1 in `response_mask` are padding: they add nothing an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolepool.algorithm.kl import MAX_LOG_RATIO, masked_kl_penalty
-from rolepool.algorithm.log_probs import entropy_from_logits
 from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
+from rolepool.algorithm.registry import register_policy_loss
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
     )
 
 
+@register_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -81,6 +83,7 @@ def compute_policy_loss_vanilla(
     clip_ratio_high: float,
     clip_ratio_c: float,
     counts: LossCounts | None = None,
+    **_: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
 
@@ -140,17 +143,6 @@ def compute_value_loss(
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
     loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
     return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
-
-
-def compute_entropy_loss(
-    logits: Tensor, response_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None
-) -> Tensor:
-    """The entropy H_t = -sum_v p_v log p_v of every kept token, aggregated. Subtract it, times its coefficient.
-
-    Where entropies are at hand already, `agg_loss(entropies, ...)` is the same.
-    """
-    kept_logits = logits.masked_fill(~response_mask.bool().unsqueeze(-1), 0)  # what masked tokens hold stays there
-    return agg_loss(entropy_from_logits(kept_logits), response_mask, loss_agg_mode, counts=counts)
 
 
 def compute_kl_loss(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import add_up_replicas, clip_gradients, free_gathered, shard
 from rolepool.protocol.parts import part
@@ -29,8 +29,8 @@ class TrainedModel:
         model: nn.Module,
         *,
         device: str,
-        optim: Optim,
-        fsdp: Fsdp,
+        optim: OptimConfig,
+        fsdp: FsdpConfig,
         grad_clip: float,
         num_training_steps: int,
         checkpointing: bool,

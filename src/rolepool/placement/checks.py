@@ -13,7 +13,7 @@ from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
-from rolepool.config.model_keys import Actor, Critic
+from rolepool.config.model_keys import ActorConfig, CriticConfig
 from rolepool.placement.engines import why_not_native, why_not_parallel
 from rolepool.placement.models import ShapeUnknown, read_model_file, read_num_positions, read_shape
 from rolepool.placement.plan import Plan
@@ -94,7 +94,7 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
 
 def _mini_batches(config: Config, plan: Plan) -> Iterator[str]:
     samples = config.actor_rollout_ref.rollout.n
-    sections: list[tuple[Role, str, Actor | Critic]] = [
+    sections: list[tuple[Role, str, ActorConfig | CriticConfig]] = [
         (Role.Actor, "actor_rollout_ref.actor", config.actor_rollout_ref.actor),
         (Role.Critic, "critic", config.critic),
     ]

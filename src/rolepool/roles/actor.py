@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,10 @@ class Actor(TrainedRole):
         num_training_steps: int,
         dtype: torch.dtype = torch.float32,
         micro_batches: MicroBatches | None = None,
+        policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla,
     ) -> None:
         models = config.actor_rollout_ref
+        self.policy_loss = policy_loss
         super().__init__(config, Role.Actor, micro_batches, models.actor, "actor_rollout_ref.model", models.model)
         self.temperature = models.rollout.temperature
         model = load_policy_of(config, dtype, packed=self.packed)
@@ -55,18 +59,19 @@ class Actor(TrainedRole):
         keys, mask = self.config.actor_rollout_ref.actor, part["response_mask"]
         mode = keys.loss_agg_mode
         scores = response_log_probs(self.trained.model, part, temperature=self.temperature, packed=self.packed)
-        loss, metrics = compute_policy_loss_vanilla(
-            part["old_log_probs"],
-            scores.log_probs,
-            part["advantages"],
-            mask,
-            mode,
+        loss, metrics = self.policy_loss(
+            old_log_prob=part["old_log_probs"],
+            log_prob=scores.log_probs,
+            advantages=part["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=keys,
             clip_ratio_low=keys.clip_ratio_low,
             clip_ratio_high=keys.clip_ratio_high,
             clip_ratio_c=keys.clip_ratio_c,
             counts=counts,
         )
-        metrics["pg_loss"] = loss.detach()
+        metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0:
             entropy = agg_loss(scores.entropies, mask, mode, counts=counts)
             loss = loss - keys.entropy_coeff * entropy

@@ -20,8 +20,10 @@ from rolepool.algorithm import (
     get_kl_controller,
     masked_mean,
 )
+from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
+from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture
 
@@ -51,7 +53,12 @@ class Estimator:
         self.keys = config.algorithm
         ctrl = self.keys.kl_ctrl
         self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
-        self.needs_baselines = self.keys.adv_estimator == "remax"
+        needs = adv_estimators.needs_of(self.keys.adv_estimator)
+        self.needs_baselines = "reward_baselines" in needs
+        if "values" in needs and not config.uses_critic:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.keys.adv_estimator}: it needs values; set critic.enable=true"
+            )
 
     def estimate(
         self,
@@ -98,6 +105,7 @@ class Estimator:
             keys.adv_estimator,
             rewards,
             mask,
+            config=keys,
             gamma=keys.gamma,
             lam=keys.lam,
             norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,

@@ -11,23 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rolepool.command_line import Parser, load_words, run_program
-from rolepool.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
 
 
 def train(arguments: list[str], program: str, load: Callable[[Sequence[str]], LoadedConfig] = load_words) -> None:
-    """Train under the config's placement, from its newest checkpoint if there is one. Refuses what is not built."""
+    """Train under the config's placement, from its newest checkpoint if there is one."""
     options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
 
-    from rolepool.config.built import refused_keys
-    from rolepool.config.loading import show
+    from rolepool.config.describe import check_implemented
 
     loaded = load(options.words)
-    refused = refused_keys(loaded)
-    if refused:
-        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not built yet; leave it out" for path in refused)
+    check_implemented(loaded)
 
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.loop import Trainer
