@@ -141,7 +141,7 @@ def test_an_adaptive_coefficient_resumes_where_it_was() -> None:
 
 @pytest.mark.parametrize("num_sequences", [500, 5000])
 def test_a_step_that_could_turn_the_coefficients_sign_is_refused(num_sequences: int) -> None:
-    with pytest.raises(ConfigError, match=f"horizon=100 cannot follow {num_sequences} sequences"):
+    with pytest.raises(ConfigError, match=f"horizon=100 is too short for {num_sequences} sequences"):
         AdaptiveKLController(0.1, 0.1, 100).update(0.1, num_sequences)
     controller = AdaptiveKLController(0.1, 0.1, num_sequences // 5 + 1)
     controller.update(0.0, num_sequences)

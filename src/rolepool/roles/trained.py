@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rolepool.algorithm import LossCounts
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, CriticModelConfig, FsdpConfig, PolicyModelConfig
-from rolepool.models.checkpoint import load_trained, save_trained
+from rolepool.models.checkpoint.state import load_trained, save_trained
 from rolepool.models.packing import Batch, rows_on
 from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel

@@ -41,7 +41,7 @@ class Shard:
         }
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a weight, as a view. A bias that follows an all-reduce is zero on all ranks but the first."""
+        """This rank's part of a weight, as a view. A bias after an all-reduce is zero on all ranks but the first."""
         dim, num_parts = self._cut_of(name)
         if num_parts == 1:
             return whole
