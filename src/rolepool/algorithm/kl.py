@@ -39,7 +39,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         case "low_var_kl" | "k3":
             clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown KL estimator {kl_penalty!r}; choose from kl, k1, abs, mse, k2, low_var_kl, k3")
+    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
 
 
 def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:

@@ -65,10 +65,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
             return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
         case "seq-mean-token-sum-norm":
             return masked_sum(loss_mat, loss_mask) / num_sequences / counts.loss_scale_factor
-    raise ValueError(
-        f"unknown loss_agg_mode {loss_agg_mode!r}; choose from token-mean, seq-mean-token-sum, seq-mean-token-mean, "
-        "seq-mean-token-sum-norm"
-    )
+    raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
 
 
 @register_policy_loss("vanilla")

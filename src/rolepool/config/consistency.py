@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from rolepool.config.run_keys import MAX_SLOTS
 from rolepool.config.schema import Config
 
+SIZE_OR_TOKENS = {
+    ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu"): "use_dynamic_bsz",
+    ("critic", "ppo_micro_batch_size_per_gpu"): "use_dynamic_bsz",
+    ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu"): "log_prob_use_dynamic_bsz",
+    ("reward_model", "micro_batch_size_per_gpu"): "use_dynamic_bsz",
+}
+"""Micro-batches have a size in sequences, or this key of the same section limits them by tokens."""
+
 
 def contradictions(config: Config) -> Iterator[str]:
     """One line for each rule that the config breaks. It names the keys and what to change."""
@@ -42,8 +50,7 @@ def _about_models(config: Config) -> Iterator[str]:
 
 
 def _about_batches(config: Config) -> Iterator[str]:
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    critic, reward = config.critic, config.reward_model
+    actor, critic = config.actor_rollout_ref.actor, config.critic
     minis = {"actor_rollout_ref.actor": actor.ppo_mini_batch_size}
     if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         minis["critic"] = critic.ppo_mini_batch_size
@@ -54,20 +61,11 @@ def _about_batches(config: Config) -> Iterator[str]:
                 f"{section}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={total}; "
                 f"use {divisor_near(total, mini)}"
             )
-    fixed_and_dynamic = [
-        ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu,
-         "use_dynamic_bsz", actor.use_dynamic_bsz),
-        ("critic", "ppo_micro_batch_size_per_gpu", critic.ppo_micro_batch_size_per_gpu,
-         "use_dynamic_bsz", critic.use_dynamic_bsz),
-        ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", ref.log_prob_micro_batch_size_per_gpu,
-         "log_prob_use_dynamic_bsz", ref.log_prob_use_dynamic_bsz),
-        ("reward_model", "micro_batch_size_per_gpu", reward.micro_batch_size_per_gpu,
-         "use_dynamic_bsz", reward.use_dynamic_bsz),
-    ]  # fmt: skip
-    for section, size_key, size, dynamic_key, is_dynamic in fixed_and_dynamic:
-        if is_dynamic and size is not None:
+    for (section, size_key), switch in SIZE_OR_TOKENS.items():
+        size = config.at(f"{section}.{size_key}")
+        if size is not None and config.at(f"{section}.{switch}"):
             yield (
-                f"{section}.{size_key}={size}: {section}.{dynamic_key}=true limits micro-batches by tokens; "
+                f"{section}.{size_key}={size}: {section}.{switch}=true limits micro-batches by tokens; "
                 "set only one of them"
             )
     longest = config.data.max_prompt_length + config.data.max_response_length

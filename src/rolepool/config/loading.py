@@ -88,15 +88,11 @@ def show(value: Any) -> str:
 
 def nearest_key(path: str) -> str | None:
     """The key that a mistyped one most likely means."""
-    candidates = list(all_keys())
-    endings = [key for key in candidates if key.endswith(f".{path}")]
-    close = endings or difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
-    if not close:
-        leaf = path.rsplit(".", 1)[-1]
-        same_leaf = [key for key in candidates if key.rsplit(".", 1)[-1] == leaf]
-        close = difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
-            path, candidates, n=1, cutoff=0.5
-        )
+    keys, leaf = list(all_keys()), path.rpartition(".")[2]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    close = [key for key in keys if key.endswith(f".{path}")]
+    for candidates, cutoff in ((keys, 0.75), (same_leaf, 0.0), (keys, 0.5)):
+        close = close or difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

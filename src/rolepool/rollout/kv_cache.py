@@ -43,7 +43,6 @@ class SlotCache:
         # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain NaN.
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
-        self._num_heads = shape.num_heads
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
         self._lines = [
             (keys.view(-1, shape.head_dim), values.view(-1, shape.head_dim))
@@ -60,7 +59,7 @@ class SlotCache:
 
     def places(self, slots_t: Tensor, positions_t: Tensor) -> Tensor:
         """Where `write` stores tokens; the same for all layers, so it is computed once."""
-        first_t = slots_t * (self._num_heads * self.length) + positions_t
+        first_t = slots_t * (self.shape.num_heads * self.length) + positions_t
         return (first_t[:, None] + self._head_offsets_h).view(-1)
 
     def write(self, layer: int, places: Tensor, keys_thd: Tensor, values_thd: Tensor) -> None:
