@@ -436,7 +436,7 @@ def trained_otherwise(setting: Setting, **sizes: Any) -> TrainedModel:
             ["model.embed_tokens.weight is [50, 16] float32, but the model has [50, 16] float64"],
         ),
         (Setting("untied"), {"vocab_size": 51}, ["model.embed_tokens.weight is [50, 16] float32", "[51, 16] float32"]),
-        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is missing", "more"]),
+        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is not saved", "more"]),
         (
             Setting("untied"),
             {"num_hidden_layers": 1},
@@ -482,11 +482,11 @@ def lose_a_tensor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (Path.unlink, "bytes are there; a file is missing"),
-        (cut_off, "not a whole safetensors file"),
-        (damage_header, "not a whole safetensors file"),
+        (Path.unlink, "bytes were found; a file is missing"),
+        (cut_off, "not a complete safetensors file"),
+        (damage_header, "not a complete safetensors file"),
         (hold_other_rows, "but the model has"),
-        (lose_a_tensor, "bytes are there; a file is missing"),
+        (lose_a_tensor, "bytes were found; a file is missing"),
     ],
     ids=["missing", "cut off", "header", "other shape", "tensor lost"],
 )
@@ -706,7 +706,7 @@ def test_an_export_does_not_write_over_anything(role: Path, model_folder: Path, 
     with pytest.raises(ConfigError, match="not a model folder"):
         export_hf(role, tmp_path, tmp_path / "out")
     cut_off(shards(role)[0])
-    with pytest.raises(ConfigError, match="not a whole"):
+    with pytest.raises(ConfigError, match="not a complete"):
         export_hf(role, model_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".tmp-*"))

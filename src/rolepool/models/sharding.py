@@ -29,7 +29,7 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
     if device == "cuda" and world_size == 1:
         compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
-    if device == "cuda" and is_packed(model):
+    if device == "cuda" and is_packed(model):  # after `compute_in`, so that its casts are compiled, too
         compile_layers(layers)
     if world_size == 1:
         return model.to(device)

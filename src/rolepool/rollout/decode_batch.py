@@ -60,7 +60,7 @@ class DecodeBatch:
         self._unused = torch.tensor(_UNUSED_ROW, device=device)[:, None]
         self._state = self._unused.repeat(1, num_rows)
         self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
-        """Of each row: the token to run next, its position, the number of sampled tokens, the number at which the row
+        """For each row: the token to run next, its position, the number of sampled tokens, the number at which the row
         ends (lowered by a stop token), the seed of its random numbers, and its slot of the cache."""
         # The last column takes what rows that have ended still sample.
         self._sampled = torch.zeros(num_rows, max_new_tokens + 1, dtype=torch.int64, device=device)

@@ -276,12 +276,9 @@ class Decoder:
     def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
         """Queries of a group use the axis of positions, so that keys are read once and not repeated."""
         num_rows, num_groups = positions_b.shape[0], self._num_heads // self._num_kv_heads
-        seen_l = torch.arange(length, device=positions_b.device)
         masks: dict[int | None, Tensor] = {}
         for window in set(self._windows):
-            hidden_bl = seen_l > positions_b[:, None]
-            if window is not None:
-                hidden_bl = hidden_bl | (seen_l <= positions_b[:, None] - window)
+            hidden_bl = ~_visible(positions_b, length, window)
             mask_bl = torch.zeros_like(hidden_bl, dtype=weights.cos.dtype).masked_fill_(hidden_bl, -torch.inf)
             masks[window] = mask_bl[:, None, None].repeat(1, 1, num_groups, 1)
 
@@ -316,10 +313,7 @@ class Decoder:
                 window = None
             if piece.start == 0 and window is None:
                 return None
-            seen_l = torch.arange(end, device=weights.cos.device)
-            own_t1 = seen_l[piece.start :, None]
-            visible_tl = seen_l <= own_t1
-            return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
+            return _visible(torch.arange(piece.start, end, device=weights.cos.device), end, window)
 
         masks = {(first, window): mask_of(first, window) for _, first, _ in runs for window in set(self._windows)}
 
@@ -397,6 +391,13 @@ def _window_of_layer(config: Any, index: int) -> int | None:
         return None
     window: int | None = config.sliding_window
     return window
+
+
+def _visible(positions_t: Tensor, length: int, window: int | None) -> Tensor:
+    """Which of the first `length` tokens a token at each position attends to: (positions, length)."""
+    seen_l, own_t1 = torch.arange(length, device=positions_t.device), positions_t[:, None]
+    visible_tl = seen_l <= own_t1
+    return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
 
 
 def _read_norm(module: Any) -> Norm:
