@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolepool.config.built import is_built
-from rolepool.config.describe import status
+from rolepool.config.describe import ONLY_VALUES, status
 from rolepool.config.loading import show
 from rolepool.config.schema import Key, all_keys
 
@@ -19,10 +18,10 @@ def markdown() -> str:
         "",
         "Write keys in YAML files, as `key=value` on the command line, or both: files are merged from left to right,",
         "then overrides in their order. `${a.b}` stands for the value of another key. `+key=value` means the same as",
-        "`key=value`. `rolepool config` prints every key with its value in force, `rolepool config KEY` explains one.",
+        "`key=value`. `rolepool config` prints every key with its value, `rolepool config KEY` explains one.",
         "",
-        "Keys marked *not built yet* are checked by `rolepool plan` and `rolepool config`; `rolepool train` refuses",
-        "those of their values that are not in force.",
+        "`rolepool plan` and `rolepool config` accept keys marked *not implemented yet*; `rolepool train` stops with",
+        "an error if one of them is set to another value than the one that works.",
     ]
     heading = None
     for key in all_keys().values():
@@ -40,7 +39,7 @@ def _heading_of(key: Key) -> str:
 
 
 def _row(key: Key) -> str:
-    meaning = key.doc if is_built(key.path) else f"{key.doc} *{status(key.path)}.*"
+    meaning = key.doc if key.path not in ONLY_VALUES else f"{key.doc} *{status(key.path)}.*"
     cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

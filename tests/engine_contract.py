@@ -38,7 +38,7 @@ def check_weight_updates(
             stale = largest_difference(model, requests, before, sampling)
             if stale <= 10 * tolerance:
                 raise AssertionError(f"the check is blind: changing the weights moved log-probs by {stale:.1e} only")
-        named = () if engine.capabilities.shared_weights else model.state_dict().items()
+        named = () if engine.shared_weights else model.state_dict().items()
         engine.update_weights(named, version)
         if engine.version != version:
             raise AssertionError(f"after an update to version {version} the engine says {engine.version}")

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolepool.algorithm import register_adv_est, register_policy_loss
     from rolepool.cluster import Cluster, WorkerGroup
     from rolepool.placement import ResourcePool, ResourcePoolManager, Role
     from rolepool.protocol import DataProto, DataProtoFuture, Dispatch, Execute, Worker, register
@@ -24,12 +25,15 @@ __all__ = [
     "WorkerGroup",
     "__version__",
     "register",
+    "register_adv_est",
+    "register_policy_loss",
 ]
 
 _HOME = {
     **dict.fromkeys(("Role", "ResourcePool", "ResourcePoolManager"), "rolepool.placement"),
     **dict.fromkeys(("DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "register"), "rolepool.protocol"),
     **dict.fromkeys(("Cluster", "WorkerGroup"), "rolepool.cluster"),
+    **dict.fromkeys(("register_adv_est", "register_policy_loss"), "rolepool.algorithm"),
 }
 
 

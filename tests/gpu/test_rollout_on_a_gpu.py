@@ -198,8 +198,8 @@ def test_graphs_say_what_eager_steps_say(dtype: torch.dtype, sampling: Sampling)
     by_graphs = make_engine(make_model(dtype=dtype))
     eager = make_engine(make_model(dtype=dtype), enforce_eager=True)
     first, again = (token_ids(by_graphs.generate(requests, sampling)) for _ in range(2))
-    assert by_graphs._standing is not None and by_graphs._standing.graphs is not None
-    num_graphs = sum(graph is not None for graph in by_graphs._standing.graphs._graphs.values())
+    assert by_graphs._state is not None and by_graphs._state.graphs is not None
+    num_graphs = sum(graph is not None for graph in by_graphs._state.graphs._graphs.values())
     print(f"{num_graphs} graphs captured")
     assert num_graphs > 2
     assert first == again == token_ids(eager.generate(requests, sampling))
@@ -257,16 +257,16 @@ def test_weights_change_under_the_graphs(name: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     engine, requests = make_engine(make_model(name, seed=1)), make_requests(20)
     engine.generate(requests, SAMPLED)
-    standing = engine._standing
+    standing = engine._state
     worst = check_weight_updates(engine, make_model(name, seed=2), requests, SAMPLED, tolerance=1e-3)
     print(f"{name}: after updates log-probs within {worst:.1e} of the trainer's")
-    assert engine._standing is standing
+    assert engine._state is standing
 
 
 def test_graphs_outlive_a_sleep_that_gives_the_cache_back() -> None:
     engine, requests = make_engine(make_model(dtype=torch.bfloat16)), make_requests()
     before = token_ids(engine.generate(requests, SAMPLED))
-    standing, cache = engine._standing, engine._cache
+    standing, cache = engine._state, engine._cache
     assert cache is not None
     cache_bytes = cache.num_slots * cache.shape.slot_bytes(cache.length)
     del cache
@@ -278,5 +278,5 @@ def test_graphs_outlive_a_sleep_that_gives_the_cache_back() -> None:
     others = torch.randn(cache_bytes // 4, device="cuda")  # where the cache was
     engine.wake()
     assert token_ids(engine.generate(requests, SAMPLED)) == before
-    assert engine._standing is standing
+    assert engine._state is standing
     assert others.isfinite().all()

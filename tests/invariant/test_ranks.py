@@ -14,7 +14,7 @@ from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exact_norms import use_exact_norms
-from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.sharding import whole
 from rolepool.models.training import TrainedModel
@@ -37,8 +37,8 @@ def build(fsdp_size: int) -> TrainedModel:
     return TrainedModel(
         LlamaForCausalLM(config).to(torch.float64),  # type: ignore[no-untyped-call]
         device="cpu",
-        optim=Optim(lr=1e-3),
-        fsdp=Fsdp(fsdp_size=fsdp_size),
+        optim=OptimConfig(lr=1e-3),
+        fsdp=FsdpConfig(fsdp_size=fsdp_size),
         grad_clip=1.0,
         num_training_steps=NUM_STEPS,
         checkpointing=False,

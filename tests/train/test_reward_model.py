@@ -91,7 +91,7 @@ def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pyt
     loaded = recipe(demo, f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}")
     trainer = Trainer(loaded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "step_of", lambda config: watched_step)
+        patch.setattr(loop, "step_of", lambda needs: watched_step)
         trainer.run()
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Course(dict(trainer.plan.roles), steps, metrics)

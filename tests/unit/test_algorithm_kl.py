@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rolepool.algorithm import (
+from rolepool.algorithm.kl import (
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
@@ -68,7 +68,7 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'k4'; choose from kl, k1, abs, mse, k2, low_var_kl, k3"):
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
 
 
@@ -139,7 +139,7 @@ def test_an_adaptive_coefficient_resumes_where_it_was() -> None:
 
 @pytest.mark.parametrize("num_sequences", [500, 5000])
 def test_a_step_that_could_turn_the_coefficients_sign_is_refused(num_sequences: int) -> None:
-    with pytest.raises(ConfigError, match=f"horizon=100 cannot follow {num_sequences} sequences"):
+    with pytest.raises(ConfigError, match=f"horizon=100 is too short for {num_sequences} sequences"):
         AdaptiveKLController(0.1, 0.1, 100).update(0.1, num_sequences)
     controller = AdaptiveKLController(0.1, 0.1, num_sequences // 5 + 1)
     controller.update(0.0, num_sequences)

@@ -11,7 +11,6 @@ from torch import Tensor
 from rolepool.algorithm import (
     LossCounts,
     agg_loss,
-    compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss_vanilla,
     compute_value_loss,
@@ -65,12 +64,7 @@ def mse_kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tup
     return compute_kl_loss(batch.new, batch.old, batch.mask, "mse", mode, counts=counts), {}
 
 
-def entropy(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    logits = torch.stack([batch.new, batch.old, 2 * batch.new], dim=-1)
-    return compute_entropy_loss(logits, batch.mask, mode, counts=counts), {}
-
-
-LOSSES: tuple[Loss, ...] = (policy, value, kl, mse_kl, entropy)
+LOSSES: tuple[Loss, ...] = (policy, value, kl, mse_kl)
 every_loss = pytest.mark.parametrize("loss_of", LOSSES, ids=lambda loss: loss.__name__)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -151,13 +145,6 @@ def test_value_loss_by_hand() -> None:
     loss, metrics = value(MiniBatch(old, new, returns, torch.ones(1, 2)), "token-mean")
     assert loss.item() == 0.5 * (4 + 2.25) / 2
     assert metrics["vf_clipfrac"] == 1 / 2
-
-
-def test_entropy_loss_by_hand() -> None:
-    logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)], [7.0, 1.0]]], dtype=torch.float64)
-    expected = (math.log(2) + 0.25 * math.log(4) + 0.75 * math.log(4 / 3)) / 2
-    mask = torch.tensor([[1, 1, 0]])
-    assert compute_entropy_loss(logits, mask, "token-mean").item() == pytest.approx(expected, rel=1e-14)
 
 
 # Against slow loops
@@ -315,7 +302,7 @@ def test_a_policy_that_ran_away_gives_finite_losses_and_gradients() -> None:
 
 def test_wrong_settings_are_refused() -> None:
     ones = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="'mean'; choose from token-mean, seq-mean-token-sum,"):
+    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
         agg_loss(ones, ones, "mean")
     with pytest.raises(ValueError, match="clip_ratio_c must be above 1, not 1"):
         compute_policy_loss_vanilla(

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from rolepool.algorithm import (
+from rolepool.algorithm.masked import (
     compute_explained_variance,
     keep_masked,
     masked_mean,

@@ -32,18 +32,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import ConfigError, RolepoolError
-from rolepool.models.checkpoint import (
+from rolepool.models.checkpoint.export import export_hf
+from rolepool.models.checkpoint.folders import (
     checkpoint_folder,
-    export_hf,
-    load_trained,
     newest_checkpoint,
     publish,
     remove_old,
-    save_trained,
     temporary_folder,
 )
+from rolepool.models.checkpoint.state import load_trained, save_trained
 from rolepool.models.sharding import sum_over_ranks, whole
 from rolepool.models.training import TrainedModel
 
@@ -101,8 +100,8 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
     return TrainedModel(
         model.to(setting.dtype),
         device="cpu",
-        optim=Optim(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
-        fsdp=Fsdp(fsdp_size=setting.fsdp_size),
+        optim=OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
+        fsdp=FsdpConfig(fsdp_size=setting.fsdp_size),
         grad_clip=1.0,
         num_training_steps=8,
         checkpointing=False,
@@ -216,7 +215,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, store: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint"])
+        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint.state"])
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
@@ -433,19 +432,19 @@ def trained_otherwise(setting: Setting, **sizes: Any) -> TrainedModel:
         (
             Setting("untied", torch.float64),
             {},
-            ["model.embed_tokens.weight is [50, 16] float32, and the model has [50, 16] float64"],
+            ["model.embed_tokens.weight is [50, 16] float32, but the model has [50, 16] float64"],
         ),
         (Setting("untied"), {"vocab_size": 51}, ["model.embed_tokens.weight is [50, 16] float32", "[51, 16] float32"]),
-        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is missing", "more"]),
+        (Setting("untied"), {"num_hidden_layers": 3}, ["model.layers.2.self_attn.q_proj.weight is not saved", "more"]),
         (
             Setting("untied"),
             {"num_hidden_layers": 1},
-            ["(model.layers.1.", " is saved, and the model has no such tensor; "],
+            ["(model.layers.1.", " is saved, but the model does not have it; "],
         ),
         (
             Setting("tied"),
             {},
-            ["lm_head.weight is saved, and the model has no such", "lm_head.weight/exp_avg is saved"],
+            ["lm_head.weight is saved, but the model does not", "lm_head.weight/exp_avg is saved"],
         ),
     ],
     ids=["dtype", "shape", "missing", "unexpected", "tied"],
@@ -453,7 +452,7 @@ def trained_otherwise(setting: Setting, **sizes: Any) -> TrainedModel:
 def test_a_state_of_another_model_is_refused(
     role: Path, setting: Setting, sizes: dict[str, Any], expected: list[str]
 ) -> None:
-    remedy = "was saved from another model (", "or start anew with trainer.resume_mode=disable"
+    remedy = "was saved from another model (", "or start a new run with trainer.resume_mode=disable"
     assert_refused(trained_otherwise(setting, **sizes), role, *remedy, *expected)
 
 
@@ -482,11 +481,11 @@ def lose_a_tensor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (Path.unlink, "bytes are there; a file is missing"),
-        (cut_off, "not a whole safetensors file"),
-        (damage_header, "not a whole safetensors file"),
-        (hold_other_rows, "and the model has"),
-        (lose_a_tensor, "bytes are there; a file is missing"),
+        (Path.unlink, "bytes were found; a file is missing"),
+        (cut_off, "not a complete safetensors file"),
+        (damage_header, "not a complete safetensors file"),
+        (hold_other_rows, "but the model has"),
+        (lose_a_tensor, "bytes were found; a file is missing"),
     ],
     ids=["missing", "cut off", "header", "other shape", "tensor lost"],
 )
@@ -501,13 +500,13 @@ def test_a_damaged_file_changes_nothing(role: Path, place: int, damage: Callable
 def test_a_damaged_state_of_a_rank_is_named_and_changes_nothing(role: Path, text: str) -> None:
     file = role / "rank_00000_of_00001.json"
     file.write_text(text)
-    assert_refused(trained_otherwise(Setting("untied")), role, f"{file}: not the state of a rank")
+    assert_refused(trained_otherwise(Setting("untied")), role, f"{file}: not a valid rank file")
 
 
 def test_rows_that_no_file_has_are_an_error(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     ranks(2)(save_and_go_on, Setting(), tmp_path / "role")
     next(path for path in shards(tmp_path / "role") if EMBED in load_file(path)).unlink()
-    assert_refused(trained_otherwise(Setting()), tmp_path / "role", "is there in part; a file is missing")
+    assert_refused(trained_otherwise(Setting()), tmp_path / "role", "is incomplete; a file is missing")
 
 
 def test_a_folder_that_is_not_a_save_is_named(tmp_path: Path) -> None:
@@ -593,7 +592,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     (after / lost).rename(tmp_path / "lost")
     assert newest_checkpoint(tmp_path, ["actor", "critic"]) == before
     assert newest_checkpoint(tmp_path, ["actor"]) == (after if lost == "critic" else before)
-    assert ("is passed over" in caplog.text) == (lost != "critic")
+    assert ("skipping " in caplog.text) == (lost != "critic")
 
 
 def test_publishing_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -701,12 +700,12 @@ def test_a_large_export_is_spread_over_files_of_bounded_size(role: Path, model_f
 
 
 def test_an_export_does_not_write_over_anything(role: Path, model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export_hf(role, model_folder, model_folder)
     with pytest.raises(ConfigError, match="not a model folder"):
         export_hf(role, tmp_path, tmp_path / "out")
     cut_off(shards(role)[0])
-    with pytest.raises(ConfigError, match="not a whole"):
+    with pytest.raises(ConfigError, match="not a complete"):
         export_hf(role, model_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".tmp-*"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolepool import __version__
-from rolepool.config.built import is_built
+from rolepool.config.describe import ONLY_VALUES
 from rolepool.config.schema import all_keys
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "plan_deepseek7b_split.txt"
@@ -279,7 +279,7 @@ def test_config_of_a_key_explains_it(rolepool: Rolepool) -> None:
     assert outcome.out.splitlines()[:4] == [
         "trainer.nnodes = 3",
         "  Number of nodes.",
-        "  type: a whole number, at least 1, at most 65536",
+        "  type: an integer, at least 1, at most 65536",
         "  default: 1",
     ]
 
@@ -290,7 +290,7 @@ def test_every_key_can_be_explained(rolepool: Rolepool, key: str) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith(f"{key} = ")
     assert all_keys()[key].doc in outcome.out
-    assert ("not built yet" in outcome.out) == (not is_built(key))
+    assert ("not implemented yet" in outcome.out) == (key in ONLY_VALUES)
 
 
 def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
@@ -310,15 +310,15 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
-        "error: actor_rollout_ref.model.lora_rank=8: not implemented; leave it out",
-        "error: actor_rollout_ref.rollout.name=vllm: not implemented; leave it out",
+        "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; leave it out",
+        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet, only native works; leave it out",
     ]
 
 
 def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.name=native")
     assert outcome.code == 2, "there is no model"
-    assert "not implemented; leave it out" not in outcome.err
+    assert "not implemented yet" not in outcome.err
 
 
 def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:

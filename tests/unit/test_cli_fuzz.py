@@ -149,7 +149,7 @@ def right(draw: random.Random, key: Key) -> str:
         return draw.choice(key.type_text.removeprefix("one of ").split(", "))
     if key.type_text.startswith("true"):
         return draw.choice(["true", "false"])
-    if key.type_text.startswith("a whole number"):
+    if key.type_text.startswith("an integer"):
         return draw.choice(["1", "2", "3", "4", "8", "64", "256", "512", "100000"])
     if key.type_text.startswith("a number"):
         return draw.choice(["0", "0.1", "0.5", "1", "1e-6"])

@@ -69,6 +69,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "clip_ratio_low": NOT_SAID,
         "clip_ratio_high": NOT_SAID,
         "clip_ratio_c": 3.0,
+        "policy_loss.loss_mode": "vanilla",
         "loss_agg_mode": "token-mean",
         "entropy_coeff": 0,
         "use_kl_loss": False,
@@ -371,7 +372,7 @@ def test_pools_may_be_set_one_by_one_or_together() -> None:
 
 @pytest.mark.parametrize("written", ["~trainer.nnodes", "~trainer.nnodes=2"])
 def test_deleting_a_key_is_refused_with_what_to_write(written: str) -> None:
-    assert only_problem(written).endswith(": keys cannot be deleted; leave trainer.nnodes out for its default")
+    assert only_problem(written).endswith(": keys cannot be deleted; leave trainer.nnodes out to use its default")
 
 
 @pytest.mark.parametrize(
@@ -401,13 +402,13 @@ def test_what_is_no_override_is_refused_with_an_example(written: str) -> None:
 )
 def test_what_is_no_yaml_is_refused_in_one_short_line(written: str) -> None:
     problem = only_problem(written)
-    assert "cannot be read as YAML" in problem
+    assert "not valid YAML" in problem
     assert len(problem) < 300
     problem.encode()
 
 
 def test_a_value_left_open_is_not_taken_for_the_default(tmp_path: Path) -> None:
-    expected = "trainer.nnodes=???: has no value yet; set one, or leave it out for the default"
+    expected = "trainer.nnodes=???: has no value yet; set one, or leave the key out to use its default"
     assert only_problem("trainer.nnodes=???") == expected
     assert problems(files=(write(tmp_path, "a.yaml", "trainer:\n  nnodes: ???"),)) == [expected]
 
@@ -461,7 +462,7 @@ def test_two_keys_that_refer_to_each_other_are_both_reported() -> None:
 
 
 def test_a_reference_to_a_value_of_another_type_is_a_wrong_type() -> None:
-    assert only_problem("trainer.seed=${trainer.device}") == "trainer.seed=auto: must be a whole number, at least 0"
+    assert only_problem("trainer.seed=${trainer.device}") == "trainer.seed=auto: must be an integer, at least 0"
 
 
 @pytest.mark.parametrize("written", ["trainer.seed=${", "trainer.experiment_name=${", "trainer.experiment_name=a${b"])
@@ -503,7 +504,7 @@ def test_a_number_in_scientific_notation_is_a_number_in_files_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("- a\n- b\n", "must hold keys and values, not a list"),
+        ("- a\n- b\n", "must contain keys and values, not a list"),
         ("a: [1\n", "while parsing"),
         ("a: 1\n a: 2\n", ""),
         ("a: b: c\n", "mapping values are not allowed"),
@@ -532,10 +533,10 @@ def test_keys_of_a_file_are_checked_as_overrides_are(tmp_path: Path) -> None:
     file = write(tmp_path, "a.yaml", "trainer: {nodes: 2, nnodes: two}\ndata: null\ncritic: {strategy: fsdp}\n1: 2\n")
     assert problems(files=(file,)) == [
         "trainer.nodes=2: unknown key; did you mean trainer.nnodes?",
-        "data=null: is a group of keys; set one of them, such as data.train_files, data.val_files",
+        "data=null: is a section; set one of its keys, such as data.train_files, data.val_files",
         "critic.strategy=fsdp: not supported: all roles use FSDP2; leave it out",
         "1=2: unknown key; `rolepool config` lists all keys",
-        "trainer.nnodes=two: must be a whole number, at least 1, at most 65536",
+        "trainer.nnodes=two: must be an integer, at least 1, at most 65536",
     ]
 
 
@@ -586,7 +587,7 @@ def test_what_a_foreign_key_is_answered_with_exists(key: str) -> None:
 
 def test_a_group_is_not_a_key() -> None:
     assert only_problem("trainer=5") == (
-        "trainer=5: is a group of keys; set one of them, such as trainer.nnodes, trainer.n_gpus_per_node"
+        "trainer=5: is a section; set one of its keys, such as trainer.nnodes, trainer.n_gpus_per_node"
     )
 
 
@@ -596,13 +597,13 @@ def test_a_group_is_not_a_key() -> None:
 @pytest.mark.parametrize(
     ("override", "allowed"),
     [
-        ("trainer.nnodes=two", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=1.5", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=1.0", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=true", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=null", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=[1]", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.total_training_steps=x", "must be a whole number, at least 1 or null"),
+        ("trainer.nnodes=two", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=1.5", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=1.0", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=true", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=null", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=[1]", "must be an integer, at least 1, at most 65536"),
+        ("trainer.total_training_steps=x", "must be an integer, at least 1 or null"),
         ("critic.optim.lr=fast", "must be a number, at least 0"),
         ("critic.optim.lr=true", "must be a number, at least 0"),
         ("critic.shuffle=1", "must be true or false"),
@@ -611,18 +612,18 @@ def test_a_group_is_not_a_key() -> None:
         ("placement.pools=5", "must be a mapping, such as {name: value}"),
         ("placement.pools=[2]", "must be a mapping, such as {name: value}"),
         ("trainer.logger={a:1}", "must be a list, each one of console, tensorboard, wandb, mlflow"),
-        ("data.seed={a:1}", "must be a whole number, at least 0 or null"),
-        ("trainer.nnodes=0", "must be a whole number, at least 1, at most 65536"),
-        ("trainer.nnodes=-1", "must be a whole number, at least 1, at most 65536"),
+        ("data.seed={a:1}", "must be an integer, at least 0 or null"),
+        ("trainer.nnodes=0", "must be an integer, at least 1, at most 65536"),
+        ("trainer.nnodes=-1", "must be an integer, at least 1, at most 65536"),
         ("trainer.nnodes=65537", "must be at most 65536"),
         ("trainer.n_gpus_per_node=1025", "must be at most 1024"),
-        ("data.seed=-1", "must be a whole number, at least 0 or null"),
+        ("data.seed=-1", "must be an integer, at least 0 or null"),
         ("data.train_batch_size=2147483648", "must be at most 2147483647"),
         ("trainer.save_freq=0", "must be -1 or at least 1"),
-        ("trainer.save_freq=-2", "must be a whole number, at least -1"),
-        ("actor_rollout_ref.rollout.top_p=0", "must be a number, over 0, at most 1"),
+        ("trainer.save_freq=-2", "must be an integer, at least -1"),
+        ("actor_rollout_ref.rollout.top_p=0", "must be a number, greater than 0, at most 1"),
         ("actor_rollout_ref.rollout.top_p=1.01", "must be at most 1"),
-        ("actor_rollout_ref.actor.clip_ratio_c=1", "must be a number, over 1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "must be a number, greater than 1"),
         ("algorithm.gamma=-0.1", "must be a number, at least 0, at most 1"),
         ("placement.split.share=0.6", "must be at most 0.5"),
         ("trainer.device=tpu", "must be one of auto, cpu, cuda"),
@@ -665,7 +666,7 @@ def test_a_number_must_be_finite(written: str) -> None:
 
 def test_a_long_value_is_shown_shortened() -> None:
     problem = only_problem("trainer.nnodes=" + "x" * 1000)
-    assert problem == f"trainer.nnodes={'x' * 77}...: must be a whole number, at least 1, at most 65536"
+    assert problem == f"trainer.nnodes={'x' * 77}...: must be an integer, at least 1, at most 65536"
 
 
 def test_a_value_with_line_breaks_is_shown_on_one_line() -> None:
@@ -674,7 +675,7 @@ def test_a_value_with_line_breaks_is_shown_on_one_line() -> None:
 
 def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
     assert only_problem("actor_rollout_ref.actor.ppo_mini_batch_size=0") == (
-        "actor_rollout_ref.actor.ppo_mini_batch_size=0: must be a whole number, at least 1"
+        "actor_rollout_ref.actor.ppo_mini_batch_size=0: must be an integer, at least 1"
     )
 
 
@@ -687,18 +688,18 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
         ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and leave the temperature out"),
-        ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "it must be over 0"),
+        ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "must be greater than 0"),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature=0: sampling needs"),
         ("data.train_batch_size=1000 critic.ppo_mini_batch_size=100",
          "actor_rollout_ref.actor.ppo_mini_batch_size=256: must divide data.train_batch_size=1000; use 250"),
         ("critic.ppo_mini_batch_size=300",
          "critic.ppo_mini_batch_size=300: must divide data.train_batch_size=1024; use 256"),
         ("critic.use_dynamic_bsz=true critic.ppo_micro_batch_size_per_gpu=4",
-         "critic.ppo_micro_batch_size_per_gpu=4: passes are filled by tokens with critic.use_dynamic_bsz=true"),
+         "critic.ppo_micro_batch_size_per_gpu=4: critic.use_dynamic_bsz=true limits micro-batches by tokens"),
         ("actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000",
          "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000: one sequence may have 1024 tokens"),
         ("trainer.resume_mode=resume_path", "trainer.resume_from_path=null: trainer.resume_mode=resume_path; set the"),
-        ("trainer.resume_from_path=x", "trainer.resume_from_path=x: trainer.resume_mode=auto; it is read with"),
+        ("trainer.resume_from_path=x", "trainer.resume_from_path=x: it needs trainer.resume_mode=resume_path"),
         ("trainer.test_freq=5", "trainer.test_freq=5: there are no validation prompts"),
         ("trainer.val_only=true", "trainer.val_only=true: there are no validation prompts"),
         ("placement.split.axis=node", "placement.split.axis=node: is for placement.strategy=split"),
@@ -753,11 +754,11 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "critic.strategy=fsdp: not supported",
         "config file missing.yaml: no such file",
         "trainer.nodes=2: unknown key",
-        "data.shuffle=[1: cannot be read",
+        "data.shuffle=[1: not valid YAML",
         "nonsense: not an override",
         "trainer.seed=${nope}: the reference",
-        "data.train_batch_size=0: must be a whole number, at least 1",
-        "trainer.nnodes=zero: must be a whole number",
+        "data.train_batch_size=0: must be an integer, at least 1",
+        "trainer.nnodes=zero: must be an integer",
         "critic.enable=false: algorithm.adv_estimator=gae",
         "trainer.test_freq=5: there are no validation",
     ]
@@ -767,7 +768,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 def test_a_rule_about_a_wrong_value_is_not_reported_on_top() -> None:
     assert only_problem("data.train_batch_size=x", "actor_rollout_ref.actor.ppo_mini_batch_size=100") == (
-        "data.train_batch_size=x: must be a whole number, at least 1"
+        "data.train_batch_size=x: must be an integer, at least 1"
     )
 
 
@@ -798,3 +799,21 @@ def test_a_pool_written_as_a_list_takes_a_share_and_null_removes_a_pool():
         ],
     ).config.placement.pools
     assert {name: (pool.per_node, pool.share) for name, pool in pools.items()} == {"a": ((2,), 0.5)}
+
+
+# Functions by name
+
+
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
+def test_a_function_of_the_user_is_checked_for_its_form_and_not_imported(key: str) -> None:
+    assert value(key, f"{key}=no_such_package.module:function") == "no_such_package.module:function"
+    for wrong in ("nope", "module:", ":function", "a.b:c.d", "my file.py:f"):
+        problem = only_problem(f"{key}={wrong}")
+        assert problem.startswith(f"{key}={wrong}: must be one of {'gae, grpo' if 'adv' in key else 'vanilla'}")
+        assert problem.endswith("or a function of your own as module:function")
+
+
+def test_an_estimator_of_the_user_has_a_critic_only_if_it_is_enabled() -> None:
+    own = "algorithm.adv_estimator=my_module:my_estimator"
+    assert not load(own).config.uses_critic
+    assert load(own, "critic.enable=true").config.uses_critic

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolepool.config.run_keys import CustomRewardFunction
+from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
@@ -128,16 +128,16 @@ def batch(**changes: Any) -> DataProto:
 def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction:
     file = folder / "my_reward.py"
     file.write_text(text, encoding="utf-8")
-    return load_reward_function(CustomRewardFunction(path=str(file), name=name))
+    return load_reward_function(CustomRewardFunctionConfig(path=str(file), name=name))
 
 
 def test_rows_of_one_batch_may_have_different_rules() -> None:
-    scored = score_batch(load_reward_function(CustomRewardFunction()), batch(), ["#### 7", "c"])
+    scored = score_batch(load_reward_function(CustomRewardFunctionConfig()), batch(), ["#### 7", "c"])
     assert [one.score for one in scored] == [1, 0]
 
 
 def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
-    function = load_reward_function(CustomRewardFunction())
+    function = load_reward_function(CustomRewardFunctionConfig())
     with pytest.raises(RewardError) as caught:
         score_batch(function, batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
     assert str(caught.value) == (
@@ -148,7 +148,7 @@ def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
 
 def test_each_row_needs_a_response() -> None:
     with pytest.raises(DataError, match="1 responses for a batch of 2 rows"):
-        score_batch(load_reward_function(CustomRewardFunction()), batch(), ["a"])
+        score_batch(load_reward_function(CustomRewardFunctionConfig()), batch(), ["a"])
 
 
 # The user's function
@@ -259,4 +259,4 @@ def test_a_missing_file_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py: cannot be imported: FileNotFoundError"
     ):
-        load_reward_function(CustomRewardFunction(path="nowhere.py"))
+        load_reward_function(CustomRewardFunctionConfig(path="nowhere.py"))

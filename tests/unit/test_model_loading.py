@@ -67,7 +67,7 @@ def test_a_language_model_is_a_policy_and_the_trunk_of_a_critic(language_model: 
 def test_a_language_model_is_no_reward_model(language_model: Path) -> None:
     line = refusal(lambda: reward_model(language_model))
     assert line.startswith(f"reward_model.model.path={language_model}: weights of a LlamaForSequenceClassification ")
-    assert "are not in its files (score.weight), and would be random" in line
+    assert "are not in its files (score.weight), so they would be random" in line
 
 
 def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_weight_that_is_missing_is_named(model: Path, load: Callable[[Path], n
 def test_an_override_that_asks_for_more_layers_is_refused_and_one_for_fewer_is_not(language_model: Path) -> None:
     line = refusal(lambda: policy(language_model, num_hidden_layers=3))
     assert "weights of a LlamaForCausalLM are not in its files (model.layers.2.input_layernorm.weight, " in line
-    assert " and 6 more), and would be random" in line
+    assert " and 6 more), so they would be random" in line
     assert "have another shape in its files" in refusal(lambda: policy(language_model, vocab_size=17))
     assert "hidden_size" in refusal(lambda: policy(language_model, hidden_size="many"))  # type: ignore[arg-type]
     policy(language_model, num_hidden_layers=1)
@@ -97,7 +97,7 @@ def test_a_file_that_is_cut_short_is_named(model: Path, length: int) -> None:
     whole = (model / WEIGHTS).read_bytes()
     assert length < len(whole)
     (model / WEIGHTS).write_bytes(whole[:length])
-    assert refusal(lambda: critic(model)).startswith(f"critic.model.path={model}: {WEIGHTS} is not whole (")
+    assert refusal(lambda: critic(model)).startswith(f"critic.model.path={model}: {WEIGHTS} is damaged (")
 
 
 # Before a process is started
@@ -120,7 +120,7 @@ def test_every_models_folder_is_looked_into(language_model: Path, tmp_path: Path
     (config_alone / "config.json").write_text(json.dumps({"model_type": "llama"}))
     shutil.copy(language_model / WEIGHTS, bare)
     expected = {
-        tmp_path / "nowhere": "is no folder here, and no model that the hub gives",
+        tmp_path / "nowhere": "is neither a folder nor a model on the hub",
         empty: "has no weights",
         bare: "has no config.json",
         config_alone: "has no weights",
@@ -146,4 +146,4 @@ def test_train_says_so_in_one_line(rolepool: Callable[..., Outcome], language_mo
     outcome = rolepool("train", f"actor_rollout_ref.model.path={language_model}", nowhere, "trainer.n_gpus_per_node=1")
     assert outcome.code == 2
     (line,) = outcome.err.splitlines()
-    assert line.startswith(f"error: {nowhere}: is no folder here")
+    assert line.startswith(f"error: {nowhere}: is neither a folder")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rolepool.config import Config, load_config
-from rolepool.config.model_keys import Fsdp, RefFsdp
+from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.data.demo import make_demo
 from rolepool.placement.advice import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
@@ -148,10 +148,10 @@ def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
 
 
 def test_what_is_not_offloaded_yet_is_offered_on_a_gpu() -> None:
-    assert offloads("a", Fsdp(), "cuda") == ["a.optimizer_offload=true", "a.param_offload=true"]
-    assert offloads("a", Fsdp(param_offload=True), "cuda") == ["a.optimizer_offload=true"]
-    assert offloads("a", RefFsdp(), "cuda") == ["a.param_offload=true"]
-    assert offloads("a", Fsdp(), "cpu") == []
+    assert offloads("a", FsdpConfig(), "cuda") == ["a.optimizer_offload=true", "a.param_offload=true"]
+    assert offloads("a", FsdpConfig(param_offload=True), "cuda") == ["a.optimizer_offload=true"]
+    assert offloads("a", RefFsdpConfig(), "cuda") == ["a.param_offload=true"]
+    assert offloads("a", FsdpConfig(), "cpu") == []
 
 
 SPLIT, ACTOR_GPUS = "placement.strategy=split", "placement.split.actor_gpus_per_node"

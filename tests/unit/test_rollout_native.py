@@ -24,7 +24,7 @@ from transformers import (
 
 from engine_contract import ROUNDING, check_weight_updates, forward_logits, largest_difference
 from rolepool.errors import ConfigError, DataError, RolepoolError
-from rolepool.rollout import Engine, NativeEngine, Progress, Request, Sampling, sample_seed
+from rolepool.rollout import Engine, NativeEngine, Request, Sampling, sample_seed
 from same_tokens import assert_same_completions, assert_same_tokens, token_ids
 
 VOCAB = 97
@@ -317,22 +317,6 @@ def test_nan_in_the_weights_is_an_error_and_gone_with_the_weights(place: str) ->
     assert_same_completions(model, requests, SAMPLED, engine.generate(requests, SAMPLED), expected)
 
 
-def test_progress_ends_with_everything_finished() -> None:
-    reports: list[Progress] = []
-    requests = make_requests()
-    completions = make_engine(make_model()).generate(requests, GREEDY, reports.append)
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
-    assert reports[-1] == Progress(len(requests), len(requests), 0, num_tokens)
-
-
-def test_progress_counts_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolepool.rollout.native._PROGRESS_INTERVAL_S", 0.0)
-    reports: list[Progress] = []
-    make_engine(make_model()).generate(make_requests(), GREEDY, reports.append)
-    assert [one.num_tokens for one in reports] == sorted(one.num_tokens for one in reports)
-    assert max(one.num_running for one in reports) == 4
-
-
 def test_sleeping_gives_the_cache_back_and_waking_generates_the_same() -> None:
     model, requests = make_model(), make_requests()
     engine = make_engine(model)
@@ -373,7 +357,7 @@ def test_the_check_of_updates_notices_an_engine_that_keeps_old_weights() -> None
         def update_weights(self, named_tensors: Any, version: int) -> None:
             if version < 2:
                 super().update_weights(named_tensors, version)
-            self._version = version
+            self.version = version
 
     engine = Lazy(make_model(seed=1), max_num_seqs=4, max_num_batched_tokens=64)
     with pytest.raises(AssertionError, match="log-probs of version 2"):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from engine_contract import check_weight_updates
 from rolepool.rollout import Request, sample_seed
-from rolepool.rollout.decoder import Decoder, lay_side_by_side
+from rolepool.rollout.decode_batch import DecodeBatch
+from rolepool.rollout.decoder import Decoder, join_weights
 from rolepool.rollout.gpu import bucket_of
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
-from rolepool.rollout.rows import Rows
 from rolepool.rollout.tensor_parallel import Shard
 from same_tokens import assert_same_completions
 
@@ -41,16 +41,16 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     assert len({len(one.token_ids) for one in got}) > 3
 
 
-def make_rows(scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)) -> tuple[Rows, SlotCache]:
+def make_rows(scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,)) -> tuple[DecodeBatch, SlotCache]:
     shape = CacheShape(1, 1, 2, torch.float32, CPU)
-    return Rows(num_rows, 5, stops, CPU, scattered), SlotCache(shape, num_rows, 20)
+    return DecodeBatch(num_rows, 5, stops, CPU, scattered), SlotCache(shape, num_rows, 20)
 
 
-def enter(rows: Rows, requests: list[int], limits: list[int]) -> list[int]:
+def enter(rows: DecodeBatch, requests: list[int], limits: list[int]) -> list[int]:
     return rows.enter(requests, [3] * len(requests), limits, torch.arange(len(requests)))
 
 
-def record(rows: Rows, *tokens: int) -> None:
+def record(rows: DecodeBatch, *tokens: int) -> None:
     rows.record(slice(0, len(tokens)), torch.tensor(tokens), -torch.tensor(tokens, dtype=torch.float32))
     rows.tick()
 
@@ -129,7 +129,7 @@ def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch
 def test_joined_weights_follow_updates_in_place(name: str) -> None:
     model = make_model(name, seed=1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    lay_side_by_side(model)
+    join_weights(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     weights = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False)
     assert all(len(layer.qkv._parts) == len(layer.gate_up._parts) == 1 for layer in weights.layers)
@@ -139,7 +139,7 @@ def test_joined_weights_follow_updates_in_place(name: str) -> None:
 def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> None:
     model = make_model("qwen2")
     Shard(model.config, 2, 1).cut(model)
-    lay_side_by_side(model)
+    join_weights(model)
     layer = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False).layers[0]
     attention = model.model.layers[0].self_attn
     ((weight, bias),) = layer.qkv._parts
@@ -150,7 +150,7 @@ def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> No
 
 def test_weights_that_were_moved_apart_are_used_one_by_one() -> None:
     model = make_model("qwen2")
-    lay_side_by_side(model)
+    join_weights(model)
     model.double()
     requests = make_requests()
     expected = make_engine(make_model("qwen2").double()).generate(requests, SAMPLED)

@@ -1,12 +1,12 @@
-"""How much better each token was than expected: the advantage estimators.
+"""The advantage estimators: how much better each token was than expected.
 
-Tensors are [rows, tokens]. `response_mask` is 1 on the tokens the policy wrote; it may have holes (tool turns), and
-rows without a 1 are padding. Time runs over the kept tokens only: a hole is stepped over, neither discounted nor
-reset at. Rewards outside the mask are not counted, so a response's score belongs on its last kept token.
+Tensors are [rows, tokens]. `response_mask` is 1 on the tokens that the policy generated; it may have holes (tool
+turns), and rows without a 1 are padding. Only tokens with mask 1 count as time steps: a hole neither discounts nor
+resets. Rewards outside the mask are not counted, so a response's score belongs on its last token with mask 1.
 
 Every estimator returns (advantages, returns), both 0 outside the mask. Padding rows change nothing, not even the
-statistics of a group whose id they carry. `index` holds one group id (uid) per row: rows of one prompt share it.
-Knows nothing of the critic or the rewards' origin.
+statistics of a group whose id they have. `index` has one group id (uid) per row: the rows of one prompt share it. Does
+not know where values and rewards come from.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.masked import keep_masked, masked_sum, masked_whiten
+from rolepool.algorithm.registry import adv_estimators, register_adv_est
 from rolepool.errors import DataError
 
 GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
 
 
+@register_adv_est("gae")
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016), whitened over all kept tokens.
+    """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}        with V and A 0 after the last token
@@ -37,6 +39,7 @@ def compute_gae_advantage_return(
     return masked_whiten(advantages, response_mask), returns
 
 
+@register_adv_est("grpo")
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -44,15 +47,15 @@ def compute_grpo_outcome_advantage(
     index: GroupIndex,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO (Shao et al. 2024): a response's score against those of its group, the same for all its tokens.
+    """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its tokens.
 
     s_i = sum_t r_it
     A_it = (s_i - mean_group(s)) / (std_group(s) + epsilon)      std over n - 1
     A_it =  s_i - mean_group(s)                                  if not norm_adv_by_std_in_grpo (Dr. GRPO)
 
-    A group of one has nothing to compare with: mean 0 and std 1 are taken, so its score is left as it is
-    (divided by 1 + epsilon).
+    A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon).
     """
     centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     if norm_adv_by_std_in_grpo:
@@ -61,26 +64,28 @@ def compute_grpo_outcome_advantage(
     return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
 
 
+@register_adv_est("rloo")
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score against the mean of the others.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of the others.
 
     A_it = s_i - 1/(n - 1) sum_{j != i} s_j = n/(n - 1) (s_i - mean_group(s))      with s_i = sum_t r_it
 
-    A group of one has no others: its score is left as it is.
+    The advantage of a group of one is its score.
     """
-    centred, _, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
+    centred, _group, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     advantages = centred * size_of_row / (size_of_row - 1).clamp(min=1)
     return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
 
 
+@register_adv_est("remax")
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2024): the rewards from a token on, less the score b_i of the prompt's greedy response.
+    """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's greedy response.
 
     R_it = sum_{u >= t} r_iu
     A_it = R_it - b_i                            reward_baselines is [rows]
@@ -89,11 +94,12 @@ def compute_remax_outcome_advantage(
     return keep_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
 
 
+@register_adv_est("reinforce_plus_plus")
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (Hu 2025): discounted returns, whitened over all kept tokens.
+    """REINFORCE++ (Hu 2025): discounted returns, whitened over all tokens of the mask.
 
     R_it = sum_{u >= t} gamma^(u - t) r_iu
     A_it = (R_it - mean(R)) / std(R)
@@ -102,69 +108,50 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return masked_whiten(returns, response_mask), returns
 
 
+@register_adv_est("reinforce_plus_plus_baseline")
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with a baseline: the score less the group's mean, whitened over all kept tokens of the batch.
+    """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of the mask.
 
     B_it = s_i - mean_group(s)                   with s_i = sum_t r_it
     A_it = (B_it - mean(B)) / std(B)
 
-    A group of one has no baseline: its score goes into the whitening as it is.
+    A group of one has no baseline: its score is whitened.
     """
-    centred, _, _ = _centred_scores(token_level_rewards, response_mask, index)
+    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
     advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
     advantages = advantages.to(token_level_rewards.dtype)
     return advantages, advantages
 
 
+@torch.no_grad()
 def compute_advantage(
-    adv_estimator: str,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-    norm_adv_by_std_in_grpo: bool,
-    values: Tensor | None = None,
-    index: GroupIndex | None = None,
-    reward_baselines: Tensor | None = None,
+    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) by the estimator of that name, which takes from the arguments what it needs."""
-
-    def needed(argument: Any, name: str) -> Any:
-        if argument is None:
+    """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
+    for name in adv_estimators.needs_of(adv_estimator):
+        if inputs.get(name) is None:
             raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
-        return argument
-
-    rewards, mask = token_level_rewards, response_mask
-    match adv_estimator:
-        case "gae":
-            return compute_gae_advantage_return(rewards, needed(values, "values"), mask, gamma, lam)
-        case "grpo":
-            return compute_grpo_outcome_advantage(
-                rewards, mask, needed(index, "index"), norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
-            )
-        case "rloo":
-            return compute_rloo_outcome_advantage(rewards, mask, needed(index, "index"))
-        case "remax":
-            return compute_remax_outcome_advantage(rewards, needed(reward_baselines, "reward_baselines"), mask)
-        case "reinforce_plus_plus":
-            return compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma)
-        case "reinforce_plus_plus_baseline":
-            return compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, needed(index, "index"))
-    raise ValueError(
-        f"unknown advantage estimator {adv_estimator!r}; choose from gae, grpo, rloo, remax, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline"
+    function = adv_estimators.find(adv_estimator)
+    estimated: tuple[Tensor, Tensor] = function(
+        token_level_rewards=token_level_rewards, response_mask=response_mask, **inputs
     )
+    for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
+        if tensor.shape != response_mask.shape:
+            raise DataError(
+                f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}; "
+                f"they must have the shape of response_mask, {list(response_mask.shape)}"
+            )
+    return estimated
 
 
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t and R_t as in `compute_gae_advantage_return`, A_t not whitened.
+    """A_t and R_t as in `compute_gae_advantage_return`, but A_t is not whitened.
 
-    Kept tokens of a row are moved together, so that the next one is the next, and what follows the last is 0. Time is
-    the first axis then, and each step of it one addition.
+    Tokens of the mask are moved together, so that the next column is the next time step and zeros follow the last one.
+    Time is then the first axis, and each time step is one addition.
     """
     rewards, values = keep_masked(rewards, mask), keep_masked(values, mask)
     order = mask.bool().logical_not().sort(dim=-1, stable=True).indices
@@ -180,18 +167,18 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 
 
 def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} over the kept tokens: what GAE gives with lam 1 for a critic that says 0."""
+    """R_t = r_t + gamma R_{t+1} over the tokens of the mask: GAE with lam 1 and values 0."""
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
 def _centred_scores(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For every row, in float64: its score less the mean of its group (a group of one: the score), the number of its
-    group, and how many rows the group has. Padding rows are group 0.
+    """For every row, in float64: its score minus the mean of its group (for a group of one, the score), the number of
+    its group, and the size of the group. Padding rows are in group 0.
 
     Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
-    deviation would turn into an advantage; the mean of their differences to the lowest is 0.
+    deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
     """
     scores = masked_sum(token_level_rewards.double(), response_mask, axis=-1)
     if len(index) != len(scores):
@@ -209,7 +196,7 @@ def _centred_scores(
 
 
 def _group_sums(numbers: Tensor, group_of_row: Tensor) -> Tensor:
-    """Of every row: the sum over its group."""
+    """For every row: the sum over its group."""
     sums = numbers.new_zeros(len(numbers) + 1).index_add(0, group_of_row, numbers)
     return sums[group_of_row]
 

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the reference: KL estimators, the penalty in the reward, its coefficient.
+"""KL between policy and reference: estimators, the penalty in the reward, and the controllers of its coefficient.
 
 The KL term of the loss is `losses.compute_kl_loss`.
 """
@@ -25,7 +25,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     abs             |d|
     mse, k2         d^2 / 2            biased, low variance
     low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
-                                       10, so that one outlier token cannot drown the batch; such a token has no
+                                       10, so that one outlier token cannot dominate the batch; such a token has no
                                        gradient
     """
     difference = logprob - ref_logprob
@@ -39,11 +39,11 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         case "low_var_kl" | "k3":
             clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown KL estimator {kl_penalty!r}; choose from kl, k1, abs, mse, k2, low_var_kl, k3")
+    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
 
 
 def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
-    """`kl_penalty` of the kept tokens, 0 elsewhere."""
+    """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
     return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
 
 
@@ -56,7 +56,7 @@ def apply_kl_penalty(
     kl_coef: float,
     kl_penalty: str,
 ) -> tuple[Tensor, Tensor]:
-    """The rewards r_t = score_t - kl_coef * KL_t, and the KL that a controller steers by.
+    """The rewards r_t = score_t - kl_coef * KL_t, and the KL for the controller.
 
     current_kl = mean over responses of (mean over their tokens of KL_t). Padding rows are not responses; rewards
     are 0 outside the mask.
@@ -68,7 +68,7 @@ def apply_kl_penalty(
 
 
 class FixedKLController:
-    """A coefficient that stays what the configuration says, after a resume too."""
+    """A coefficient that always has its configured value, also after a resume."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -80,11 +80,11 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The configured coefficient stays in force."""
+        """The configured coefficient stays."""
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient steered so that the KL stays near a target (Ziegler et al. 2019).
+    """A coefficient that is adapted to keep the KL near a target (Ziegler et al. 2019).
 
     error = clip(current_kl / target_kl - 1, -0.2, 0.2)
     value <- value * (1 + error * n_steps / horizon)          n_steps is the number of sequences of the step
@@ -95,11 +95,11 @@ class AdaptiveKLController(FixedKLController):
         self.target_kl, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        # One such step could take the coefficient to zero or below, where it rewards leaving the reference.
+        # One such step could make the coefficient zero or negative, which would reward a larger KL.
         if MAX_PROPORTIONAL_ERROR * n_steps >= self.horizon:
             raise ConfigError(
-                f"a KL controller with horizon={self.horizon} cannot follow {n_steps} sequences a step: one step could "
-                f"turn the coefficient's sign; write a horizon above {n_steps // 5}"
+                f"a KL controller with horizon={self.horizon} is too short for {n_steps} sequences per step: one step "
+                f"could change the coefficient's sign; set algorithm.kl_ctrl.horizon above {n_steps // 5}"
             )
         error = min(max(current_kl / self.target_kl - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * n_steps / self.horizon
@@ -109,7 +109,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 def get_kl_controller(kind: str, kl_coef: float, target_kl: float, horizon: int) -> FixedKLController:
-    """The controller that `kl_ctrl.type` names, fixed or adaptive; a fixed one has no use for target and horizon."""
+    """The controller for `kl_ctrl.type`, fixed or adaptive; a fixed one ignores target and horizon."""
     if kind not in ("fixed", "adaptive"):
         raise ValueError(f"unknown KL controller {kind!r}; choose from fixed, adaptive")
     return AdaptiveKLController(kl_coef, target_kl, horizon) if kind == "adaptive" else FixedKLController(kl_coef)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies: from logits, or from hidden states and the head without all logits at once.
 
-With a vocabulary of 150,000 the logits of a pass take more memory than the rest of it. `LinearLogProbs` makes them some
-tokens at a time, turns them into numbers per token, and makes them again in the backward pass. 16-bit logits are
-computed with in float32. Knows no model and no masks.
+With a vocabulary of 150,000 the logits of a micro-batch take more memory than the rest. `LinearLogProbs` computes them
+for some tokens at a time, reduces them to numbers per token, and recomputes them in the backward pass. Arithmetic
+on 16-bit logits is in float32. Does not know models or masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What makes a faster function of the same meaning."""
+"""Returns a faster version of a function."""
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 class LinearLogProbs:
     """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of hidden.
 
-    `max_logits` bounds how many logits there are at a time; a row's are never cut. `compiled` is applied to what makes
-    them and computes with them.
+    At most `max_logits` logits exist at a time, but at least those of one row. `compiled` is applied to the functions
+    that compute with them.
     """
 
     def __init__(self, max_logits: int, compiled: Compile = lambda function: function) -> None:
@@ -41,12 +41,12 @@ class LinearLogProbs:
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are [tokens], in float32
-        where hidden has 16 bits."""
+        if hidden has 16 bits."""
         scores: tuple[Tensor, Tensor] = _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-untyped-call]
         return scores
 
     def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
-        """As few as there can be, of about the same size: kernels for a small rest would be made apart."""
+        """As few pieces as possible, of about the same size, because a small last piece would need its own kernels."""
         most = max(1, self.max_logits // vocab_size)
         size = -(-num_tokens // max(1, -(-num_tokens // most)))
         for start in range(0, num_tokens, max(1, size)):
@@ -65,7 +65,7 @@ class _Function(torch.autograd.Function):
             log_sums[piece], log_probs[piece], entropies[piece] = scores
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
         ctx.temperature, ctx.how = temperature, how
-        ctx.set_materialize_grads(False)  # entropies are seldom part of a loss, and their gradient is half the work
+        ctx.set_materialize_grads(False)  # the entropies' gradient is half the work and seldom needed
         return log_probs, entropies
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Function(torch.autograd.Function):
         of_log_probs, of_entropies = grads
         of_log_probs = torch.zeros_like(log_sums) if of_log_probs is None else of_log_probs
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Many pieces are added up: in 16 bits the sum would lose what the last ones add.
+        # Summed in float32, because in 16 bits the last of many pieces would be lost.
         grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
             grad_logits = ctx.how.differentiate(
@@ -91,7 +91,7 @@ class _Function(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[piece])
-            del grad_logits  # before the next are made
+            del grad_logits  # before the next ones are computed
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
@@ -136,12 +136,12 @@ def _differentiate(
         surprise = torch.where(p == 0, 0, log_p + entropies.unsqueeze(-1))
         grad = grad - p * surprise * of_entropies.unsqueeze(-1)
         used = used | (of_entropies.unsqueeze(-1) != 0)
-    # NaN logits of a masked token stay there.
+    # NaN logits of a masked token must not reach a gradient.
     return torch.where(used, grad * (1 / temperature), 0).to(logits.dtype)
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other; on a GPU the product of 16-bit matrices is added in float32 as it is made."""
+    """total += one @ other; a GPU adds the product of 16-bit matrices in float32."""
     if total.is_cuda and one.dtype != total.dtype:
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
@@ -149,5 +149,5 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def precise(numbers: Tensor) -> Tensor:
-    """Not in 16 bits, in which sums over a vocabulary or along a row would add up their rounding."""
+    """In at least float32, because sums in 16 bits over a vocabulary or a row would accumulate rounding errors."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

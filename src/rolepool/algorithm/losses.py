@@ -1,50 +1,51 @@
-"""The losses of policy and critic, exact however a mini-batch is cut up.
+"""The losses of policy and critic. They do not depend on how a mini-batch is split.
 
-Every loss and every metric here is a sum over rows divided by a count of the *whole* mini-batch. Handed the counts
-of the whole (`LossCounts`), a call on some of its rows returns that part's share, and the shares of all
-micro-batches and ranks add up to what one call on the whole returns:
+Every loss and every metric here is a sum over rows divided by a count of the *whole* mini-batch. With the counts of the
+whole mini-batch (`LossCounts`), a call on some of its rows returns their share, and the shares of all micro-batches and
+ranks add up to the result of one call on all rows:
 
     counts = LossCounts.of(response_mask_of_the_mini_batch)
     loss   = sum over micro-batches and ranks of compute_..._loss(micro_batch, ..., counts=counts)
 
-Without counts a call takes its own rows for the whole. Shares are added, never averaged: where the gradients of
-ranks are averaged (as DDP and FSDP do unless told otherwise), scale the loss by the number of ranks. A row is never
-cut in two. Rows without a 1 in `response_mask` are padding: they add nothing and are not counted.
+Without counts a call treats its own rows as the whole mini-batch. Shares are added, never averaged: if the gradients of
+ranks are averaged (the default of DDP and FSDP), multiply the loss by the number of ranks. A row is never split. Rows
+without a 1 in `response_mask` are padding: they add nothing and are not counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolepool.algorithm.kl import MAX_LOG_RATIO, masked_kl_penalty
-from rolepool.algorithm.log_probs import entropy_from_logits
 from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
+from rolepool.algorithm.registry import register_policy_loss
 
 
 @dataclass(frozen=True)
 class LossCounts:
-    """What the losses of a mini-batch are divided by: plain numbers, the same on every rank."""
+    """The divisors of a mini-batch's losses: plain numbers, the same on every rank."""
 
     num_tokens: int
-    """Ones in the mini-batch's response mask."""
+    """Number of ones in the mini-batch's response mask."""
     num_sequences: int
-    """Rows of the mini-batch that are not padding."""
+    """Number of rows of the mini-batch that are not padding."""
     loss_scale_factor: float
-    """Divisor of seq-mean-token-sum-norm: the longest response there may be, the same in every step."""
+    """Divisor of seq-mean-token-sum-norm: the longest possible response, the same in every step."""
 
     @classmethod
     def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> LossCounts:
-        """The counts of a whole mini-batch; its loss_scale_factor is the mask's width unless given."""
+        """The counts of a whole mini-batch; loss_scale_factor is by default the width of the mask."""
         mask = response_mask.bool()
         width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
         return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), width)
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None) -> Tensor:
-    """One number from a loss per token: this part's share of the mini-batch's loss (see the module's docstring).
+    """Aggregate the losses of tokens: these rows' share of the mini-batch's loss (see the module's docstring).
 
     With l_it the loss of token t of row i, m the mask, n_i = sum_t m_it, N rows that are not padding:
 
@@ -64,12 +65,10 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
             return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
         case "seq-mean-token-sum-norm":
             return masked_sum(loss_mat, loss_mask) / num_sequences / counts.loss_scale_factor
-    raise ValueError(
-        f"unknown loss_agg_mode {loss_agg_mode!r}; choose from token-mean, seq-mean-token-sum, seq-mean-token-mean, "
-        "seq-mean-token-sum-norm"
-    )
+    raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
 
 
+@register_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -81,16 +80,17 @@ def compute_policy_loss_vanilla(
     clip_ratio_high: float,
     clip_ratio_c: float,
     counts: LossCounts | None = None,
+    **_: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
 
     r = exp(log_prob - old_log_prob)             the difference clamped to [-20, 20]
     L = max(-A r, -A clip(r, 1 - low, 1 + high))
-    L = min(L, -A c)                             where A < 0: an unlikely bad token cannot dominate; c > 1
+    L = min(L, -A c)                             if A < 0: an unlikely bad token cannot dominate; c > 1
 
-    Metrics are means over the kept tokens whatever loss_agg_mode is, given as shares that add up, without gradient:
-    pg_clipfrac (tokens where the clipped term is the larger), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
-    (tokens where c is in force).
+    Metrics are means over the tokens of the mask for every loss_agg_mode, as shares that add up, without gradient:
+    pg_clipfrac (fraction of tokens with the clipped term), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
+    (fraction of tokens limited by c).
     """
     if clip_ratio_c <= 1:
         raise ValueError(f"clip_ratio_c must be above 1, not {clip_ratio_c}")
@@ -131,8 +131,8 @@ def compute_value_loss(
 
     L = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
 
-    vf_clipfrac is the share of kept tokens where the clipped term is the larger; like the metrics of the policy loss
-    it is a share of the mini-batch's token mean, without gradient.
+    vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss it is a share of
+    the mini-batch's token mean, without gradient.
     """
     counts = LossCounts.of(response_mask) if counts is None else counts
     vpreds, returns, values = (keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values))
@@ -140,17 +140,6 @@ def compute_value_loss(
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
     loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
     return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
-
-
-def compute_entropy_loss(
-    logits: Tensor, response_mask: Tensor, loss_agg_mode: str, *, counts: LossCounts | None = None
-) -> Tensor:
-    """The entropy H_t = -sum_v p_v log p_v of every kept token, aggregated. Subtract it, times its coefficient.
-
-    Where entropies are at hand already, `agg_loss(entropies, ...)` is the same.
-    """
-    kept_logits = logits.masked_fill(~response_mask.bool().unsqueeze(-1), 0)  # what masked tokens hold stays there
-    return agg_loss(entropy_from_logits(kept_logits), response_mask, loss_agg_mode, counts=counts)
 
 
 def compute_kl_loss(
@@ -162,9 +151,9 @@ def compute_kl_loss(
     *,
     counts: LossCounts | None = None,
 ) -> Tensor:
-    """`kl_penalty(log_prob, ref_log_prob, kl_loss_type)` of every kept token, aggregated.
+    """`kl_penalty(log_prob, ref_log_prob, kl_loss_type)` of every token of the mask, aggregated.
 
-    Add it, times its coefficient.
+    Multiply it by its coefficient and add it to the loss.
     """
     kl_bt = masked_kl_penalty(log_prob, ref_log_prob, response_mask, kl_loss_type)
     return agg_loss(kl_bt, response_mask, loss_agg_mode, counts=counts)

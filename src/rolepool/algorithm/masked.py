@@ -1,7 +1,7 @@
-"""Sums, means and variances over the tokens a mask keeps.
+"""Sums, means and variances over the tokens of a mask.
 
-Owns what a mask means: 1 (or True) keeps a token, 0 drops it, wherever it stands in the row. What a dropped
-token holds, NaN and inf included, reaches neither a result nor a gradient. Nothing kept makes sums and means 0.
+Owns what a mask means: 1 (or True) keeps a token, 0 drops it, anywhere in the row. The value of a dropped token, even
+NaN or inf, does not affect any result or gradient. Sums and means of no tokens are 0.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ WHITEN_EPSILON = 1e-8
 
 
 def keep_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values where mask is 1, exactly 0 elsewhere: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
+    """values if mask is 1, exactly 0 otherwise: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
     if values.shape != mask.shape:
-        raise DataError(f"values of shape {tuple(values.shape)} do not go with a mask of shape {tuple(mask.shape)}")
+        raise DataError(f"values of shape {tuple(values.shape)} do not match a mask of shape {tuple(mask.shape)}")
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -27,7 +27,7 @@ def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None 
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 where nothing is kept."""
+    """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 if no token is kept."""
     return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
 
 
@@ -41,7 +41,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere; the mean is added back if not shift_mean.
 
     Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
-    equal numbers may differ from them by rounding, which the division would make up to 10,000 times as large.
+    equal numbers may differ from them by rounding, which the division would multiply by up to 10,000.
     """
     first = values[mask.bool()][:1].sum().double()
     differences = keep_masked(values.double() - first, mask)
@@ -51,6 +51,6 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for a critic that is always right, 0 for a constant one."""
+    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant one."""
     errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
     return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)

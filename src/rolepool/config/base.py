@@ -1,6 +1,6 @@
-"""What every section of the config is made of: the base class, the value types, defaults that follow another key.
+"""What all sections of the config share: the base class, the value types, defaults that follow another key.
 
-Owns the rules that hold for all keys. Knows no key by name.
+Owns the rules for all keys. Does not know any key by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """A frozen group of keys. The text under each field is its documentation, everywhere it is shown."""
+    """A frozen group of keys. The text under a field is the documentation of that key."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -31,12 +31,12 @@ class Section(BaseModel):
 
 
 def follows(key: str) -> Any:
-    """A default that is another key's value. The loader resolves it, as it does a `${...}` the user writes."""
+    """A default that is the value of another key. The loader resolves it like a `${...}` of the user."""
     return Field(default=f"${{{key}}}")
 
 
 def as_list(value: Any) -> Any:
-    """One item may be written without the brackets."""
+    """Accept a single item without brackets."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""From YAML files and `key=value` overrides to a checked Config, or to the list of everything that is wrong.
+"""From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
-Owns merging (OmegaConf does it), `${...}` references and the wording of problems with single keys. Rules about
-combinations of keys are in `consistency`.
+Owns merging, `${...}` references (with OmegaConf) and the messages about single keys. Rules about combinations of keys
+are in `consistency`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,39 @@ UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, Att
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and where it came from: the keys that the user set, in files or overrides."""
+    """A config, and which keys the user set in files or overrides."""
 
     config: Config
     set_keys: frozenset[str]
 
     def value_of(self, path: str) -> Any:
-        """The value in force of a key, as plain data."""
+        """The value of a key as plain data."""
         value: Any = self.config.model_dump(mode="json")
         for part in path.split("."):
             value = value[part]
         return value
 
     def to_yaml(self) -> str:
-        """Every key with its value in force."""
+        """Every key with its value."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with every problem."""
+    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems."""
     problems: list[str] = []
     leaves: dict[str, Any] = {}
-    for file in files:
-        for path, value in _flatten(_read_file(file, problems)):
-            _take(path, value, leaves, problems)
-    for override in overrides:
-        for path, value in _flatten(_parse_override(override, problems)):
-            _take(path, value, leaves, problems)
+    sources = [(_read_file, file) for file in files] + [(_parse_override, override) for override in overrides]
+    for read, source in sources:
+        try:
+            tree = read(source)
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        for path, value in _flatten(tree):
+            if (problem := _problem_with(path, value)) is not None:
+                problems.append(problem)
+            elif path not in all_sections():
+                leaves[path] = _merged(leaves[path], value, path) if path in leaves else value
     tree, broken = _resolve(leaves, problems)
     config = _validate(tree, broken, frozenset(leaves), problems)
     if problems:
@@ -67,7 +73,7 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
 
 
 def show(value: Any) -> str:
-    """A value on one line, as a user would have typed it."""
+    """A value on one line, as a user would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):
@@ -81,64 +87,52 @@ def show(value: Any) -> str:
 
 
 def nearest_key(path: str) -> str | None:
-    """The real key that a mistyped one most likely means."""
-    candidates = list(all_keys())
-    endings = [key for key in candidates if key.endswith(f".{path}")]
-    close = endings or difflib.get_close_matches(path, candidates, n=1, cutoff=0.75)
-    if not close:
-        leaf = path.rsplit(".", 1)[-1]
-        same_leaf = [key for key in candidates if key.rsplit(".", 1)[-1] == leaf]
-        close = difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
-            path, candidates, n=1, cutoff=0.5
-        )
+    """The key that a mistyped one most likely means."""
+    keys, leaf = list(all_keys()), path.rpartition(".")[2]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    close = [key for key in keys if key.endswith(f".{path}")]
+    for candidates, cutoff in ((keys, 0.75), (same_leaf, 0.0), (keys, 0.5)):
+        close = close or difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 # Reading files and overrides
 
 
-def _read_file(file: str, problems: list[str]) -> dict[str, Any]:
+def _read_file(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
         if not path.is_file():
-            problems.append(f"config file {show(file)}: no such file; give a YAML file, or key=value for an override")
-            return {}
+            raise ConfigError(f"config file {show(file)}: no such file; give a YAML file, or key=value for an override")
         content = _plain(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
     except (OSError, *UNPARSABLE) as error:
-        problems.append(f"config file {show(file)}: {_one_line(error)}")
-        return {}
+        raise ConfigError(f"config file {show(file)}: {_one_line(error)}") from None
     if not isinstance(content, dict):
-        problems.append(f"config file {show(file)}: must hold keys and values, not a list")
-        return {}
+        raise ConfigError(f"config file {show(file)}: must contain keys and values, not a list")
     return {str(name): value for name, value in content.items()}
 
 
-def _parse_override(text: str, problems: list[str]) -> dict[str, Any]:
-    """`a.b=c` as `{a: {b: c}}`, with Hydra's `+a.b=c` and `++a.b=c` as the same thing."""
+def _parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as `{a: {b: c}}`. Hydra's `+a.b=c` and `++a.b=c` mean the same."""
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
-        problems.append(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out for its default")
-        return {}
+        raise ConfigError(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out to use its default")
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
-        problems.append(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
-        return {}
+        raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
     try:
         text.encode()
-        parsed: Any = _plain(_parse_value(value, all_keys().get(path)))
+        tree: Any = _plain(_parse_value(value, all_keys().get(path)))
     except UNPARSABLE as error:
-        problems.append(f"{path}={show(value)}: cannot be read as YAML ({_one_line(error)}); put text in quotes")
-        return {}
-    *parents, leaf = path.split(".")
-    tree = {leaf: parsed}
-    for parent in reversed(parents):
-        tree = {parent: tree}
-    return tree
+        raise ConfigError(f"{path}={show(value)}: not valid YAML ({_one_line(error)}); put text in quotes") from None
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    return dict(tree)
 
 
 def _parse_value(text: str, key: Key | None) -> Any:
-    """YAML, except that a text key takes a bare word as written and `{a:1}` needs no space after the colon."""
+    """YAML, except that an unquoted word stays text for a text key, and `{a:1}` needs no space after the colon."""
     stripped = text.strip()
     if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
         return stripped
@@ -148,13 +142,13 @@ def _parse_value(text: str, key: Key | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value, if it can be printed and stored: not bytes, not a number too long to write out."""
+    """The value, if it can be printed and stored; bytes and very long numbers raise an error."""
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted path. A mapping-valued key is one leaf; `_take` merges those of several files."""
+    """Leaves by dotted path. A key whose value is a mapping is one leaf."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and value and path not in all_keys():
@@ -163,34 +157,28 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield path, value
 
 
-def _take(path: str, value: Any, leaves: dict[str, Any], problems: list[str]) -> None:
-    """Put one leaf into `leaves` if its key exists, else say which key was meant."""
+def _problem_with(path: str, value: Any) -> str | None:
+    """Why this key cannot be set; None if it can."""
     if path in all_sections():
-        if value != {}:
-            examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
-            problems.append(f"{path}={show(value)}: is a group of keys; set one of them, such as {examples}")
-    elif value == "???":
-        problems.append(f"{path}=???: has no value yet; set one, or leave it out for the default")
-    elif path not in all_keys():
-        problems.append(f"{path}={show(value)}: {why_unsupported(path) or unknown_key(path)}")
-    elif isinstance(before := leaves.get(path), dict) and isinstance(value, dict):
-        if path == "placement.pools":  # so that a part of a pool may be set, however it was written before
-            before = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in before.items()}
-        leaves[path] = _merged(before, value)
-    else:
-        leaves[path] = value
+        examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
+        problem = f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
+        return problem if value != {} else None
+    if value == "???":
+        return f"{path}=???: has no value yet; set one, or leave the key out to use its default"
+    return None if path in all_keys() else f"{path}={show(value)}: {why_unsupported(path) or unknown_key(path)}"
 
 
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for name, value in new.items():
-        before = merged.get(name)
-        merged[name] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return merged
+def _merged(old: Any, new: Any, path: str = "") -> Any:
+    """The new value; mappings are merged, so that a file or override may set one entry of them."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    if path == "placement.pools":  # a pool may also be written as a list
+        old = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in old.items()}
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
 def unknown_key(path: str) -> str:
-    """What is said of a key that does not exist."""
+    """The message for a key that does not exist."""
     meant = nearest_key(path)
     return f"unknown key; did you mean {meant}?" if meant else "unknown key; `rolepool config` lists all keys"
 
@@ -200,7 +188,7 @@ def unknown_key(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def _defaults() -> DictConfig:
-    """Every key's default; those that follow another key as `${...}`."""
+    """The default of every key; a default that follows another key is a `${...}`."""
     tree = OmegaConf.create()
     for key in all_keys().values():
         OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
@@ -208,14 +196,14 @@ def _defaults() -> DictConfig:
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """Defaults with the user's leaves on top and all `${...}` replaced; and the keys whose reference failed."""
+    """The defaults, replaced by the user's values, with all `${...}` resolved; and the keys whose reference failed."""
     tree = copy.deepcopy(_defaults())
     broken: set[str] = set()
     for path, value in leaves.items():
         try:
             OmegaConf.update(tree, path, value, merge=False)
         except UNPARSABLE:
-            problems.append(f"{path}={show(value)}: the ${{...}} in it is not closed or not a key")
+            problems.append(f"{path}={show(value)}: its ${{...}} is not closed, or does not name a key")
             broken.add(path)
     for path in [path for path in leaves if path not in broken and "${" in str(leaves[path])]:
         try:
@@ -234,9 +222,9 @@ def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any
 
 
 def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config:
-    """Check every key, then, with the wrong ones back at their defaults, every rule that does not touch those.
+    """Check every key; then set wrong keys to their defaults and check all rules that do not mention those keys.
 
-    A key that follows a wrong one is wrong too, but the user did not write it: only the written one is reported.
+    A key that follows a wrong key is wrong too, but the user did not write it: only the written key is reported.
     """
     try:
         config = Config.model_validate(tree)
@@ -253,7 +241,7 @@ def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], 
 
 
 def _leaf_of(location: tuple[int | str, ...]) -> str:
-    """The key of ours that pydantic's location is in."""
+    """The key that contains pydantic's location."""
     place = "".join(f"{part}." for part in location)
     return next(path for path in all_keys() if place.startswith(f"{path}."))
 
@@ -272,11 +260,11 @@ _WORDS = {
     "Field required": "is missing",
     "Extra inputs are not permitted": "is not known here",
 }
-"""pydantic's, and those that all our errors use."""
+"""pydantic's words, and the words that our errors use."""
 
 
 def _sentence(item: Any) -> str:
-    """One pydantic error as key, value and what is allowed."""
+    """One pydantic error as key, value and allowed values."""
     path, leaf = ".".join(str(part) for part in item["loc"] if part != "[key]"), _leaf_of(item["loc"])
     allowed = item["msg"].removeprefix("Value error, ")
     for theirs, ours in _WORDS.items():
@@ -290,7 +278,7 @@ def _sentence(item: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """The first line of an error that says something."""
+    """The first line of an error that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if text.isprintable() else repr(text)

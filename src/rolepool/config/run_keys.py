@@ -18,6 +18,7 @@ from rolepool.config.base import (
     Section,
     as_list,
 )
+from rolepool.config.functions import AdvEstimatorName
 from rolepool.config.model_keys import KlEstimator
 
 MAX_NODES = 65_536
@@ -25,7 +26,7 @@ MAX_GPUS_PER_NODE = 1_024
 MAX_SLOTS = 2**20
 
 
-class Data(Section):
+class DataConfig(Section):
     train_files: Paths = ()
     """Parquet or JSONL files with training prompts."""
     val_files: Paths = ()
@@ -33,130 +34,130 @@ class Data(Section):
     train_batch_size: Count = 1024
     """Prompts in one training step, over all ranks."""
     val_batch_size: Count | None = None
-    """Prompts generated at once in validation; null: all."""
+    """Prompts in one validation batch; null means all."""
     max_prompt_length: Count = 512
     """Longest prompt in tokens."""
     max_response_length: Count = 512
     """Longest response in tokens."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt over max_prompt_length."""
+    """What to do with a prompt that is longer than max_prompt_length."""
     filter_overlong_prompts: bool = False
-    """Leave prompts over max_prompt_length out."""
+    """Drop prompts that are longer than max_prompt_length."""
     shuffle: bool = True
     """Shuffle the training prompts in each epoch."""
     seed: CountOrZero | None = None
-    """Seed of the shuffling; null: trainer.seed."""
+    """Seed for shuffling; null uses trainer.seed."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt."""
+    """Name of the prompt column."""
     train_max_samples: CountOrMinusOne = -1
-    """Use the first so many training rows; -1 all."""
+    """Use only the first N training rows; -1 uses all."""
     val_max_samples: CountOrMinusOne = -1
-    """Use the first so many validation rows; -1 all."""
+    """Use only the first N validation rows; -1 uses all."""
 
 
-class CustomRewardFunction(Section):
+class CustomRewardFunctionConfig(Section):
     path: str | None = None
-    """Python file with the reward function; null: the built-in rule for the row's data_source."""
+    """Python file with the reward function; null uses the built-in rule for the row's data_source."""
     name: str = "compute_score"
     """Name of the function in that file."""
 
 
-class KlCtrl(Section):
+class KlCtrlConfig(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the coefficient, or steer it towards target_kl."""
+    """Keep the coefficient fixed, or adapt it so that the KL approaches target_kl."""
     kl_coef: NonNegative = 0.001
-    """(First) coefficient of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward; the initial one if adaptive."""
     horizon: Count = 10_000
-    """How slowly the adaptive controller reacts, in sequences."""
+    """Number of sequences over which the adaptive controller reacts; larger is slower."""
     target_kl: Positive = 0.1
-    """KL the adaptive controller steers towards."""
+    """Target KL of the adaptive controller."""
 
 
-class Algorithm(Section):
-    adv_estimator: Literal["gae", "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
-        "gae"
-    )
-    """How advantages are estimated. Only gae needs a critic."""
+class AlgorithmConfig(Section):
+    adv_estimator: AdvEstimatorName = "gae"
+    """How advantages are estimated: gae (which needs a critic), grpo, rloo, remax, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, or a function of your own as module:function (docs/extending.md)."""
     gamma: Ratio = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
     lam: Ratio = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = False
-    """Subtract a KL penalty against the reference from the reward. Needs the ref role."""
+    """Subtract a KL penalty against the reference from the reward. This needs the ref role."""
     kl_penalty: KlEstimator = "kl"
     """Estimator of the KL penalty in the reward."""
-    kl_ctrl: KlCtrl
+    kl_ctrl: KlCtrlConfig
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     nnodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """Number of nodes."""
     n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = 8
-    """GPUs used on every node; without GPUs the number of CPU slots, one process each."""
+    """Number of GPUs used on every node; without GPUs, the number of CPU processes."""
     total_epochs: Count = 30
-    """Passes over the training prompts."""
+    """Number of passes over the training prompts."""
     total_training_steps: Count | None = None
-    """Stop after so many steps; null: after total_epochs."""
+    """Stop after N steps; null stops after total_epochs."""
     project_name: str = "rolepool"
-    """Project that loggers file the run under."""
+    """Project name for loggers."""
     experiment_name: str = "default"
     """Name of the run."""
     logger: Annotated[
         tuple[Literal["console", "tensorboard", "wandb", "mlflow"], ...], Strict(False), BeforeValidator(as_list)
     ] = ("console",)
-    """Where metrics go, beside metrics.jsonl in the run folder."""
+    """Where metrics are logged, in addition to metrics.jsonl in the run folder."""
     save_freq: CountOrMinusOne = -1
-    """Save a checkpoint every so many steps; -1 never."""
+    """Save a checkpoint every N steps; -1 never saves."""
     test_freq: CountOrMinusOne = -1
-    """Validate every so many steps; -1 never."""
+    """Validate every N steps; -1 never validates."""
     val_before_train: bool = True
-    """Validate before the first step, where data.val_files is given."""
+    """Validate before the first step if data.val_files is set."""
     val_only: bool = False
     """Validate and stop."""
     critic_warmup: CountOrZero = 0
-    """Steps in which only the critic trains, at the start."""
+    """Number of steps at the start that train only the critic."""
     max_bad_steps: Count = 3
-    """End the run, with exit code 2, after so many steps in a row in which a role made no finite update."""
+    """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
     balance_batch: bool = True
-    """Give every rank about the same number of tokens."""
+    """Assign about the same number of tokens to every rank."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Go on from the newest checkpoint of the run folder, from none, or from resume_from_path."""
+    """Resume from the newest checkpoint of the run folder (auto), from resume_from_path (resume_path), or not at all
+    (disable)."""
     resume_from_path: str | None = None
-    """Checkpoint folder to go on from, with resume_mode=resume_path."""
+    """Checkpoint folder to resume from, with resume_mode=resume_path."""
     max_actor_ckpt_to_keep: Count | None = None
-    """Newest actor checkpoints to keep; null all."""
+    """Number of newest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Count | None = None
-    """Newest critic checkpoints to keep; null all."""
+    """Number of newest critic checkpoints to keep; null keeps all."""
     default_local_dir: str = "runs/${trainer.experiment_name}"
     """The run folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Run on GPUs, on CPU slots, or on GPUs where there are any."""
+    """Train on GPUs (cuda), on CPU processes (cpu), or on GPUs if there are any (auto)."""
     seed: CountOrZero = 1
-    """Seed of everything that is random: weights, shuffling, sampling."""
+    """Random seed for weights, shuffling and sampling."""
 
 
-class Split(Section):
+class SplitConfig(Section):
     axis: Literal["auto", "gpu", "node"] = "auto"
-    """Divide the GPUs of every node, or whole nodes; auto: inside nodes when each has two GPUs or more."""
+    """Split the GPUs of every node (gpu) or whole nodes (node); auto chooses gpu if each node has two GPUs or more."""
     actor_gpus_per_node: Count | None = None
-    """GPUs of every node for actor, rollout and reference; null: half, rounded up."""
+    """Number of GPUs per node for actor, rollout and reference; null uses half, rounded up."""
     actor_nodes: Count | None = None
-    """Nodes for actor, rollout and reference; null: half, rounded up."""
+    """Number of nodes for actor, rollout and reference; null uses half, rounded up."""
     share: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Put both pools on the same GPUs, each with this fraction of every GPU; null: GPUs of their own."""
+    """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool its own GPUs."""
 
 
-class Pool(Section):
+class PoolConfig(Section):
     per_node: Annotated[
         tuple[Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)], ...],
         Strict(False),
         Field(max_length=MAX_NODES),
     ]
-    """Processes per node, one GPU each; 0 skips a node."""
+    """Number of processes on each node, one GPU each; 0 skips a node."""
     share: Fraction = 1.0
-    """Fraction of each GPU that the pool takes, memory included."""
+    """Fraction of each GPU, including its memory, that the pool uses."""
 
     @model_validator(mode="before")
     @classmethod
@@ -177,11 +178,11 @@ PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$"
 
 
 def _without_removed(pools: Any) -> Any:
-    """An override `placement.pools.NAME=null` takes a pool of a file away."""
+    """The override `placement.pools.NAME=null` removes a pool that a file defines."""
     return {name: pool for name, pool in pools.items() if pool is not None} if isinstance(pools, dict) else pools
 
 
-class RolePools(Section):
+class RolePoolsConfig(Section):
     actor_rollout: str | None = None
     """Pool of actor and rollout together."""
     actor: str | None = None
@@ -196,25 +197,26 @@ class RolePools(Section):
     """Pool of the reward model."""
 
 
-class Placement(Section):
+class PlacementConfig(Section):
     strategy: Literal["standard", "split", "custom"] = "standard"
-    """One pool for all roles; two pools (actor_rollout_ref_pool and critic_pool); or pools and roles written out."""
-    split: Split
-    pools: Annotated[dict[PoolName, Pool], BeforeValidator(_without_removed)] = Field(default_factory=dict)
-    """With strategy=custom, pools by name: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
-    roles: RolePools
+    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), or the pools of
+    placement.pools and placement.roles (custom)."""
+    split: SplitConfig
+    pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
+    """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
+    roles: RolePoolsConfig
     timeout_s: Positive = 60.0
-    """Seconds to wait for the cluster to give what the plan needs."""
+    """Seconds to wait until the cluster provides the resources of the plan."""
     mps: bool = False
-    """Run CUDA MPS on nodes where pools share GPUs, from start to end of the run."""
+    """Run CUDA MPS during the run on nodes where pools share GPUs."""
 
 
-class RayInit(Section):
+class RayInitConfig(Section):
     address: str | None = None
-    """Address of a running Ray cluster to join; null starts a local one that ends with the run."""
+    """Address of a running Ray cluster; null starts a local one that stops with the run."""
     num_cpus: Count | None = None
-    """CPUs the local Ray may use; null: one for each process of the plan, and one more."""
+    """Number of CPUs of the local Ray; null uses one for each process of the plan, plus one."""
 
 
-class RayKwargs(Section):
-    ray_init: RayInit
+class RayKwargsConfig(Section):
+    ray_init: RayInitConfig

@@ -1,6 +1,6 @@
-"""The whole config, and what can be asked of its keys: names, types, defaults, documentation.
+"""The complete config, and the name, type, default and documentation of each key.
 
-Owns the key tree. Does not read files and does not judge combinations of values.
+Owns the key tree. Does not read files and does not check combinations of values.
 """
 
 from __future__ import annotations
@@ -14,33 +14,44 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from rolepool.config.base import MAX_COUNT, Section
-from rolepool.config.model_keys import ActorRolloutRef, Critic, RewardModel
-from rolepool.config.run_keys import Algorithm, CustomRewardFunction, Data, Placement, RayKwargs, Trainer
+from rolepool.config.functions import ADV_ESTIMATORS
+from rolepool.config.model_keys import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
+from rolepool.config.run_keys import (
+    AlgorithmConfig,
+    CustomRewardFunctionConfig,
+    DataConfig,
+    PlacementConfig,
+    RayKwargsConfig,
+    TrainerConfig,
+)
 
 
 class Config(Section):
-    """All keys, resolved and checked. Made by `rolepool.config.load_config`."""
+    """All keys, resolved and checked. `rolepool.config.load_config` creates it."""
 
-    data: Data
-    actor_rollout_ref: ActorRolloutRef
-    critic: Critic
-    reward_model: RewardModel
-    custom_reward_function: CustomRewardFunction
-    algorithm: Algorithm
-    trainer: Trainer
-    placement: Placement
-    ray_kwargs: RayKwargs
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
+    reward_model: RewardModelConfig
+    custom_reward_function: CustomRewardFunctionConfig
+    algorithm: AlgorithmConfig
+    trainer: TrainerConfig
+    placement: PlacementConfig
+    ray_kwargs: RayKwargsConfig
 
     @property
     def uses_critic(self) -> bool:
-        """`critic.enable`, or what the advantage estimator needs where that is null."""
-        if self.critic.enable is None:
-            return self.algorithm.adv_estimator == "gae"
-        return self.critic.enable
+        """`critic.enable`; if that is null, whether the advantage estimator needs values."""
+        return self.estimator_needs_critic if self.critic.enable is None else self.critic.enable
+
+    @property
+    def estimator_needs_critic(self) -> bool:
+        """What is known without importing it: a `module:function` does not say so until training starts."""
+        return "values" in ADV_ESTIMATORS.get(self.algorithm.adv_estimator, ())
 
     @property
     def uses_reference(self) -> bool:
-        """A reference is needed as soon as a KL term is, in the loss or in the reward."""
+        """A reference is needed for a KL term, in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
 
@@ -53,23 +64,23 @@ class Key:
 
     @property
     def doc(self) -> str:
-        return (self.field.description or "").strip()
+        return " ".join((self.field.description or "").split())
 
     @property
     def default(self) -> Any:
-        """As YAML would hold it."""
+        """The default as YAML data."""
         default = self.field.get_default(call_default_factory=True, validated_data={})
         return list(default) if isinstance(default, tuple) else default
 
     @cached_property
     def type_text(self) -> str:
-        """What it may hold, in words."""
+        """The type and its limits, in words."""
         annotated: Any = Annotated[self.field.annotation, self.field]
         return _type_text(TypeAdapter(annotated).json_schema())
 
     @property
     def is_text(self) -> bool:
-        """Whether a bare word such as `007` is to be taken as written and not as a number."""
+        """Whether an unquoted word such as `007` stays text and is not read as a number."""
         return self.field.annotation in (str, str | None)
 
 
@@ -81,7 +92,7 @@ def all_keys() -> dict[str, Key]:
 
 @lru_cache(maxsize=1)
 def all_sections() -> frozenset[str]:
-    """Dotted paths of all groups of keys."""
+    """Dotted paths of all sections."""
     return frozenset(path.rsplit(".", depth)[0] for path in all_keys() for depth in range(1, path.count(".") + 1))
 
 
@@ -95,7 +106,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def _type_text(schema: dict[str, Any]) -> str:
-    """A JSON schema as a user would say it: `a whole number, at least 1`, `one of gae, grpo`, `text or null`."""
+    """A JSON schema in words: `an integer, at least 1`, `one of fixed, adaptive`, `text or null`."""
     if "anyOf" in schema:
         return " or ".join(_type_text(one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -109,11 +120,16 @@ def _type_text(schema: dict[str, Any]) -> str:
 
 
 TYPES = {
-    "integer": "a whole number",
+    "integer": "an integer",
     "number": "a number",
     "boolean": "true or false",
     "string": "text",
     "object": "a mapping, such as {name: value}",
     "null": "null",
 }
-BOUNDS = {"minimum": "at least", "exclusiveMinimum": "over", "maximum": "at most", "exclusiveMaximum": "under"}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "greater than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}

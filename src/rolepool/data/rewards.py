@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rolepool.config.run_keys import CustomRewardFunction
+from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.protocol import DataProto
 
@@ -146,7 +146,7 @@ class RewardFunction:
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-def load_reward_function(custom: CustomRewardFunction) -> RewardFunction:
+def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     """The function that `custom_reward_function` names, or the built-in rules if it names none."""
     if custom.path is None:
         return RewardFunction(_score_by_data_source, "built-in reward")

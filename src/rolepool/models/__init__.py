@@ -1,1 +1,1 @@
-"""Models: loading, sharding, forward passes, training. Tensors and modules; no roles, no ray."""
+"""Models: loading, sharding, forward passes, training. Does not know roles or Ray."""

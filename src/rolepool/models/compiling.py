@@ -1,7 +1,7 @@
-"""What of a model is compiled for a GPU, with `torch.compile`: decoder layers of packed models, and scores of tokens.
+"""What is compiled for a GPU with `torch.compile`: decoder layers of packed models, and token scores.
 
-Owns whether there is a compiler, and telling how long the first passes take because of it. Nothing is compiled on a
-CPU. What was compiled is kept on disk by torch, for the next process.
+Owns whether there is a compiler, and logging how long compiling takes. Nothing is compiled for a CPU. Torch caches
+compiled code on disk for later processes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch.utils._triton import has_triton
 logger = logging.getLogger(__name__)
 
 MOST_VERSIONS = 32
-"""Of one piece of code, compiled for different uses."""
+"""Most compiled versions of one piece of code."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in kernels made for it, for inputs of any number of tokens; as it is where there is no compiler."""
+    """The compiled function, for any number of tokens; the function itself if there is no compiler."""
     return torch.compile(function, dynamic=True) if has_compiler() else function
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward of each layer. What surrounds it, gathering weights and checkpointing, stays as it is."""
+    """Compile the forward of each layer, but not weight gathering and activation checkpointing around it."""
     for layer in layers:
         layer.forward = _of_known_head_size(compiled(layer.forward))
 
 
 def _of_known_head_size(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Tables of positions as wide as a head are all that tells its size; were it left open, kernels would divide by it
-    for every number they move."""
+    """Mark the width of rotary tables, which is the head size, as constant. Otherwise kernels would divide by it for
+    every number that they move."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for table in kwargs.get("position_embeddings") or ():
@@ -48,7 +48,7 @@ def _of_known_head_size(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_for_weight(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `compiled`, for a function whose second argument is a weight: kernels are made for its very size."""
+    """As `compiled`, for a function whose second argument is a weight: kernels are compiled for its exact size."""
     fast = compiled(function)
 
     def call(inputs: Tensor, weight: Tensor, *others: Any) -> Any:
@@ -68,11 +68,11 @@ def has_compiler() -> bool:
 
 
 def _set_up() -> None:
-    """Log how long compiling takes, and let it be done for each use of a layer."""
+    """Log how long compiling takes, and allow a compiled version for each use of a layer."""
     import torch._dynamo.config
     from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
 
-    # Roles of a process share the code of layers; training, scoring and frozen weights are compiled apart.
+    # Roles of a process share the code of layers; training, scoring and frozen weights need their own versions.
     torch._dynamo.config.recompile_limit = MOST_VERSIONS
     started_s = 0.0
 

@@ -1,4 +1,4 @@
-"""A model that only computes: no gradients, no optimizer, and in host memory between uses where the user wants it."""
+"""A model without training: no gradients, no optimizer, and in host memory while idle if `offload` is set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FrozenModel:
 
     @contextmanager
     def on_device(self) -> Iterator[nn.Module]:
-        """The model where it computes, for the time of the block, in which no gradients are made."""
+        """The model on its device inside the block, without gradients."""
         if self.offload:
             self.model.to(self.device)
         try:

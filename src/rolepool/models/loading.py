@@ -1,7 +1,7 @@
 """Models from Hugging Face folders: a policy, a critic, a reward model.
 
-Owns which class a role's model has, and that every weight of it comes from its files, but for a critic's new head. Code
-that comes with a model runs only when the user said so.
+Owns which class a role's model has, and that every weight comes from the model's files, except a critic's new head.
+Code from a model folder runs only if the user allows it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rolepool.models.attention import PACKED
 from rolepool.models.forward import add_token_scores
 
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Keys of models in whose logits there is more than the last hidden state times the head."""
+"""Config keys of models whose logits are not just the last hidden state times the head."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
-"""What transformers raises of a folder that it cannot make a model from."""
+"""What transformers raises if it cannot load a model from a folder."""
 MAX_WEIGHTS_NAMED = 3
 
 
 def read_model_config(
     key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
 ) -> PretrainedConfig:
-    """The config of the model at `path`, the value of `key`. Refuses a folder without weights, or with a torn file."""
+    """The config of the model at `path`, the value of `key`. A folder with missing or damaged files is an error."""
     if path is None:
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
     folder = Path(path).expanduser()
@@ -52,33 +52,33 @@ def read_model_config(
         )
     except UNREADABLE as error:
         overridden = f" with {overrides}" if overrides else ""
-        what = f"cannot be loaded{overridden}" if is_folder else "is no folder here, and no model that the hub gives"
+        what = f"cannot be loaded{overridden}" if is_folder else "is neither a folder nor a model on the hub"
         raise ConfigError(f"{key}={path}: {what} ({_line(error)}); give a model's folder or hub id") from None
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except UNREADABLE as error:
-            raise ConfigError(f"{key}={path}: {file.name} is not whole ({_line(error)}); copy it there again") from None
+            raise ConfigError(f"{key}={path}: {file.name} is damaged ({_line(error)}); copy it again") from None
     return config
 
 
 def load_policy(
     path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, overrides: dict[str, Any], packed: bool = False
 ) -> nn.Module:
-    """A causal language model that also has `token_scores`. Passes through it are packed, or padded."""
+    """A causal language model that also has `token_scores`. Its batches are packed or padded."""
     key = "actor_rollout_ref.model.path"
     model: Any = _load(AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
     found = [name for name in CHANGES_LOGITS if getattr(model.config, name, None) not in (None, 1)]
     head = model.get_output_embeddings()
     if found or not isinstance(head, nn.Linear) or head.bias is not None:
         reason = f"it has {found[0]}" if found else "its head is not a plain linear map"
-        raise ConfigError(f"{key}={path}: log-probs of this model are not known ({reason}); choose another model")
+        raise ConfigError(f"{key}={path}: log-probs of this model cannot be computed ({reason}); choose another model")
     return add_token_scores(model)
 
 
 def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
-    """The trunk of a language model and a head of one value per token, random at first where none is saved."""
+    """The trunk of a language model and a head with one value per token, random if the folder has none."""
     overrides = {"num_labels": 1, "classifier_dropout": 0.0}
     key = "critic.model.path"
     auto = AutoModelForTokenClassification
@@ -86,7 +86,7 @@ def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool
 
 
 def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """A sequence classifier with one output: the score of the whole text."""
+    """A sequence classifier with one output, the score of the whole text."""
     overrides = {"num_labels": 1}
     key = "reward_model.model.path"
     return _load(AutoModelForSequenceClassification, key, path, dtype, trust_remote_code, overrides, packed=False)
@@ -114,7 +114,7 @@ def _load(
                 trust_remote_code=trust_remote_code,
                 attn_implementation=PACKED if packed else "sdpa",
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told of, and refused below
+                ignore_mismatched_sizes=True,  # they are reported in info, and are errors below
             )
     except UNREADABLE as error:
         raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)}); give a model's folder or hub id") from None
@@ -126,10 +126,10 @@ def _load(
             more = f" and {len(names) - MAX_WEIGHTS_NAMED} more" if len(names) > MAX_WEIGHTS_NAMED else ""
             named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
             raise ConfigError(
-                f"{key}={path}: weights of a {type(model).__name__} {why} ({named}), and would be random; "
+                f"{key}={path}: weights of a {type(model).__name__} {why} ({named}), so they would be random; "
                 "give such a model with all its weights; an override_config may not change its shape"
             )
-    # Dropout would make old and new log-probs of the same weights differ.
+    # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -138,7 +138,7 @@ def _load(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, and without the report of weights that are new, which is ours to judge."""
+    """Without progress bars and without transformers' report of new weights, which `_load` checks itself."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -150,5 +150,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what it says, with the next one where that goes on in it."""
+    """The first line of the message; after a colon, also the next line."""
     return (str(error).strip().replace(":\n   ", ":").splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
-"""Weights in fp32 and computing in 16 bits, for a model that is whole on one device.
+"""Mixed precision for a model that is not sharded: weights in fp32, computing in 16 bits.
 
-Owns the copies: each decoder layer makes those of its weights as it runs, and in training may keep them for its
-backward pass. Gradients come back in fp32. What sharding does for models that are spread over ranks, without its work.
+Owns the 16-bit copies: each decoder layer creates them when it runs, and in training may keep them for its backward
+pass. Gradients are in fp32. FSDP2 does the same for sharded models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Method = Callable[..., Any]
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]) -> None:
-    """Let the layers, and these methods of the model around them, compute with copies of the weights."""
+    """Let the layers, and these methods of the model around them, compute with copies of the weights in `dtype`."""
     if all(parameter.dtype == dtype for parameter in model.parameters()):
         return
     of_layers: set[nn.Parameter] = set()
@@ -30,7 +30,7 @@ def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module]
 
 
 class _Call(nn.Module):
-    """A method of a module as the `forward` of another, with which its weights can be exchanged for a call."""
+    """A method of a module as a `forward`, so that `functional_call` can replace the weights for one call."""
 
     def __init__(self, module: nn.Module, method: Method) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """A model in training: optimizer, learning rate, and one exact optimizer step per mini-batch.
 
-Owns gradient accumulation, clipping, schedule and offload. What the loss is, is handed in.
+Owns gradient accumulation, clipping, schedule and offload. The caller passes the loss.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rolepool.config.model_keys import Fsdp, Optim
+from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import add_up_replicas, clip_gradients, free_gathered, shard
 from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
-"""The loss of some rows and its metrics, both as shares that add up to those of the whole mini-batch."""
+"""The loss of some rows and its metrics, as shares that add up to the values of the whole mini-batch."""
 
 
 class TrainedModel:
@@ -29,8 +29,8 @@ class TrainedModel:
         model: nn.Module,
         *,
         device: str,
-        optim: Optim,
-        fsdp: Fsdp,
+        optim: OptimConfig,
+        fsdp: FsdpConfig,
         grad_clip: float,
         num_training_steps: int,
         checkpointing: bool,
@@ -56,7 +56,7 @@ class TrainedModel:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
+        """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
         step, warmup = self.num_updates, self._num_warmup_steps
         if step < warmup:
             return self.optim.lr * (step + 1) / warmup
@@ -72,17 +72,16 @@ class TrainedModel:
             return self.optim.lr_warmup_steps
         return int(self.optim.lr_warmup_steps_ratio * self.num_training_steps)
 
-    def step(self, passes: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
-        """One optimizer step on a mini-batch, given as passes over its rows on this rank.
+    def step(self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
+        """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank.
 
-        Metrics are this rank's shares, and `grad_norm`, which is the pool's; there is no step where it is not finite.
-        They are left on the device: to look at them waits for it, and a device that is waited for stands still until
-        it is given work again.
+        Metrics are this rank's shares, and `grad_norm` of the whole pool; if that is not finite, the update is skipped.
+        They stay on the device, because reading them would wait for the device and leave it idle until the next work.
         """
         self.model.train()
         totals: dict[str, Tensor] = {}
-        for number, rows in enumerate(passes):
-            add_up_replicas(self.model, number == len(passes) - 1)
+        for number, rows in enumerate(micro_batches):
+            add_up_replicas(self.model, number == len(micro_batches) - 1)
             with part("forward"):
                 loss, metrics = loss_of(rows)
             with part("backward"):
@@ -99,26 +98,26 @@ class TrainedModel:
 
     def _step_unless(self, bad: Tensor) -> None:
         if self.device == "cuda":
-            # The fused kernel itself looks at this flag, and leaves everything as it is where it is 1.
+            # The fused kernel reads this flag, and changes nothing if it is 1.
             self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not bad:
             self.optimizer.step()
 
     def recompute_activations(self, now: bool) -> None:
-        """Whether backward passes make activations again, as `checkpointing` lets them, or find them kept."""
+        """Whether backward passes recompute activations; needs `checkpointing`."""
         for module in self.model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = now  # type: ignore[assignment]
 
     @contextmanager
     def on_device(self, *, training: bool) -> Iterator[nn.Module]:
-        """The model where it computes, for the time of the block; what is offloaded goes back to host memory after.
+        """The model on its device inside the block; offloaded tensors return to host memory afterwards.
 
-        After an update that failed halfway nothing is computed with its weights: the next use raises, too.
+        If an update fails halfway, the weights are not usable: every later use raises an error, too.
         """
         if self._failed is not None:
-            raise RolepoolError(f"an earlier update failed, so these weights are not to be used: {self._failed!r}")
+            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
         params_away, optimizer_away = self._offload
         if params_away:
             self.model.to(self.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
-from rolepool.config.model_keys import PolicyModel
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.placement.engines import why_not_native, why_not_parallel
 from rolepool.placement.models import ShapeUnknown, read_model_file, read_num_positions, read_shape
 from rolepool.placement.plan import Plan
@@ -43,7 +43,7 @@ def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping
     """The models that a run loads, by the keys that name them: where each is, and what is overridden in it."""
     models = {section: config.at(section) for section in dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)}
     return {
-        f"{section}.path": (model.path, model.override_config if isinstance(model, PolicyModel) else {})
+        f"{section}.path": (model.path, model.override_config if isinstance(model, PolicyModelConfig) else {})
         for section, model in models.items()
     }
 

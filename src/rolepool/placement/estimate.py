@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rolepool.config import Config
-from rolepool.config.model_keys import Fsdp, PolicyModel
+from rolepool.config.model_keys import FsdpConfig, PolicyModelConfig
 from rolepool.placement.checks import data_parallel_size
 from rolepool.placement.memory import (
     PROCESS_OVERHEAD_BYTES,
@@ -189,8 +189,8 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
     """The model of a role that works in micro-batches, in a pool of so many processes. Raises ShapeUnknown."""
     spec = ROLE_SPECS[role]
     shape = shape_of(config, role)
-    fsdp = config.at(spec.fsdp) if spec.fsdp else Fsdp()
-    sharding = fsdp if isinstance(fsdp, Fsdp) else Fsdp(param_offload=fsdp.param_offload)
+    fsdp = config.at(spec.fsdp) if spec.fsdp else FsdpConfig()
+    sharding = fsdp if isinstance(fsdp, FsdpConfig) else FsdpConfig(param_offload=fsdp.param_offload)
     length = config.data.max_prompt_length + config.data.max_response_length
     return HeldModel(
         shape,
@@ -239,7 +239,7 @@ def _generation_memory(config: Config, plan: Plan, role: Role, limit: int | None
 def shape_of(config: Config, role: Role) -> ModelShape:
     """The shape of a role's model. Raises ShapeUnknown."""
     model = config.at(ROLE_SPECS[role].model)
-    return read_shape(model.path, model.override_config if isinstance(model, PolicyModel) else None)
+    return read_shape(model.path, model.override_config if isinstance(model, PolicyModelConfig) else None)
 
 
 def _length(config: Config, role: Role) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rolepool.config.model_keys import Fsdp
+from rolepool.config.model_keys import FsdpConfig
 from rolepool.placement.models import ModelShape
 
 GIB = 2**30
@@ -51,7 +51,7 @@ class HeldModel:
     checkpointing: bool = False
     """Whether the backward pass recomputes activations."""
     trained: bool = False
-    offload: Fsdp = field(default_factory=Fsdp)
+    offload: FsdpConfig = field(default_factory=FsdpConfig)
     """What is in host memory while another role is active."""
 
     @property

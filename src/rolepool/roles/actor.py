@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ class Actor(TrainedRole):
         num_training_steps: int,
         dtype: torch.dtype = torch.float32,
         micro_batches: MicroBatches | None = None,
+        policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla,
     ) -> None:
         models = config.actor_rollout_ref
+        self.policy_loss = policy_loss
         super().__init__(config, Role.Actor, micro_batches, models.actor, "actor_rollout_ref.model", models.model)
         self.temperature = models.rollout.temperature
         model = load_policy_of(config, dtype, packed=self.packed)
@@ -64,18 +66,19 @@ class Actor(TrainedRole):
         mode = keys.loss_agg_mode
         scores = self._log_probs(rows)
         log_probs = rows.pad(scores.log_probs)
-        loss, metrics = compute_policy_loss_vanilla(
-            columns["old_log_probs"],
-            log_probs,
-            columns["advantages"],
-            mask,
-            mode,
+        loss, metrics = self.policy_loss(
+            old_log_prob=columns["old_log_probs"],
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=keys,
             clip_ratio_low=keys.clip_ratio_low,
             clip_ratio_high=keys.clip_ratio_high,
             clip_ratio_c=keys.clip_ratio_c,
             counts=counts,
         )
-        metrics["pg_loss"] = loss.detach()
+        metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0:
             entropy = agg_loss(rows.pad(scores.entropies), mask, mode, counts=counts)
             loss = loss - keys.entropy_coeff * entropy

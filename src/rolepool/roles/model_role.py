@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.config import Config
-from rolepool.config.model_keys import Fsdp, RefFsdp
+from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.models.loading import load_policy
 from rolepool.models.packing import TokenRows
 from rolepool.placement import Role
@@ -72,9 +72,9 @@ def remedies(worker: Worker, config: Config, own: Iterable[str]) -> list[str]:
     return [*own, *at_rest, *roomier_divisions(config, Role(worker.context.role))]
 
 
-def offloads(section: str, fsdp: Fsdp | RefFsdp, device: str) -> list[str]:
+def offloads(section: str, fsdp: FsdpConfig | RefFsdpConfig, device: str) -> list[str]:
     """What of a model could still go to host memory between uses, the larger first; on a CPU everything is there."""
     away = {"param_offload": fsdp.param_offload}
-    if isinstance(fsdp, Fsdp):
+    if isinstance(fsdp, FsdpConfig):
         away = {"optimizer_offload": fsdp.optimizer_offload, **away}
     return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away and device != "cpu"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rolepool.algorithm import LossCounts
 from rolepool.config import Config
-from rolepool.config.model_keys import Actor, Critic, CriticModel, Fsdp, PolicyModel
-from rolepool.models.checkpoint import load_trained, save_trained
+from rolepool.config.model_keys import ActorConfig, CriticConfig, CriticModelConfig, FsdpConfig, PolicyModelConfig
+from rolepool.models.checkpoint.state import load_trained, save_trained
 from rolepool.models.packing import TokenRows, on_device
 from rolepool.models.sharding import sum_over_ranks
 from rolepool.models.training import TrainedModel
@@ -36,9 +36,9 @@ class TrainedRole(ModelRole):
         config: Config,
         role: Role,
         micro_batches: MicroBatches | None,
-        keys: Actor | Critic,
+        keys: ActorConfig | CriticConfig,
         model_section: str,
-        model_keys: PolicyModel | CriticModel,
+        model_keys: PolicyModelConfig | CriticModelConfig,
     ) -> None:
         super().__init__(config, role, micro_batches, packed=model_keys.use_remove_padding)
         self.role = role
@@ -51,7 +51,7 @@ class TrainedRole(ModelRole):
         if not self.checkpointing:
             self.passes[f"update_{role}"].further = [f"{model_section}.enable_gradient_checkpointing=true"]
 
-    def train(self, model: nn.Module, fsdp: Fsdp, num_training_steps: int) -> None:
+    def train(self, model: nn.Module, fsdp: FsdpConfig, num_training_steps: int) -> None:
         """Have the model trained as the keys say."""
         self.trained = TrainedModel(
             model,

@@ -3,26 +3,7 @@
 Does not know about pools, nor how responses become training batches.
 """
 
-from __future__ import annotations
-
-from rolepool.rollout.engine import (
-    Capabilities,
-    Completion,
-    Engine,
-    Progress,
-    Request,
-    Sampling,
-    sample_seed,
-)
+from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
 from rolepool.rollout.native import NativeEngine
 
-__all__ = [
-    "Capabilities",
-    "Completion",
-    "Engine",
-    "NativeEngine",
-    "Progress",
-    "Request",
-    "Sampling",
-    "sample_seed",
-]
+__all__ = ["Completion", "Engine", "NativeEngine", "Request", "Sampling", "sample_seed"]

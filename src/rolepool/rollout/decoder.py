@@ -1,13 +1,14 @@
-"""A Hugging Face decoder run on packed tokens and a slot cache: no padding, ragged positions, one row per token.
+"""The forward pass of a Hugging Face decoder on packed tokens and a slot cache: no padding, one row per token.
 
-Owns the walk through the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models, using the model's own weights,
-activation and rotary tables. Does not know about requests, sampling or when a pass is run.
+Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are computed, with the model's own weights,
+activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,15 @@ from rolepool.rollout.tensor_parallel import TensorParallel
 _MAX_FLASH_HEAD_DIM = 256
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer, and queries, keys and values of the pass's tokens (tokens, heads, head_dim), which the cache holds by now, to
+"""From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also in the cache, to
 outputs (tokens, heads * head_dim)."""
 Store = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Layer and queries, keys and values side by side (tokens, all heads, head_dim), to the three, queries and keys turned
-by their positions; keys and values are then in the cache."""
+"""From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to the three, after
+rotary embedding; keys and values are stored in the cache."""
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one prompt, to be prefilled in one pass: `num_tokens` of them from position `start`."""
+    """Consecutive tokens of one prompt, prefilled together: `num_tokens` tokens from position `start`."""
 
     slot: int
     start: int
@@ -41,27 +42,18 @@ class Piece(NamedTuple):
 
 
 class Projection:
-    """Linear maps of the same input whose outputs stand side by side. `fuse` copies their weights; weights that
-    `lay_side_by_side` has joined are one matrix without a copy, which follows when they change."""
+    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if `fuse` copies their
+    weights into one matrix, or if `join_weights` has joined them, which needs no copy and follows updates."""
 
     def __init__(self, *linears: nn.Linear, fuse: bool) -> None:
         self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
-        self._fused: Tensor | None = None
-        self._bias: Tensor | None = None
-        if fuse:
-            self._fused = torch.cat([weight for weight, _ in self._parts]).t().contiguous()
-            if any(bias is not None for _, bias in self._parts):
-                self._bias = torch.cat(
-                    [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in self._parts]
-                )
-            return
-        weight, bias = _joined([weight for weight, _ in self._parts]), _joined([bias for _, bias in self._parts])
-        if weight is not None and (bias is not None or all(bias is None for _, bias in self._parts)):
+        join = torch.cat if fuse else _joined
+        weight, has_bias = join([linear.weight for linear in linears]), linears[0].bias is not None
+        bias = join([linear.bias for linear in linears]) if has_bias else None
+        if weight is not None and has_bias == (bias is not None):
             self._parts = [(weight, bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._fused is not None:
-            return x @ self._fused if self._bias is None else torch.addmm(self._bias, x, self._fused)
         outputs = [F.linear(x, weight, bias) for weight, bias in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -85,13 +77,13 @@ class Layer(NamedTuple):
     mlp_norm: Norm
     gate_up: Projection
     gate: Callable[[Tensor], Tensor]
-    """Gates and inner features side by side, to gated features."""
+    """From concatenated gates and inner features to gated features."""
     down: Projection
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The model's weights as a pass uses them. Valid until they are next changed."""
+    """The model's weights as a forward pass uses them. Valid until the weights change."""
 
     embedding: Tensor
     layers: list[Layer]
@@ -100,18 +92,18 @@ class Weights:
     cos: Tensor
     """(positions, head_dim)"""
     signed_sin: Tensor
-    """(positions, head_dim); the first half with its sign turned, so that rotating is a roll of the axis."""
+    """(positions, head_dim); the first half is negated, so that rotating is a roll of the axis."""
 
 
 class Decoder:
-    """Runs passes of `model`, a Hugging Face causal language model, with its weights as `weights` last read them.
+    """Forward passes of `model`, a Hugging Face causal language model, with the weights that `weights` returned.
 
-    Of a model cut over ranks, all ranks of `parallel` run the same passes.
+    If the model is tensor-parallel, all ranks of `parallel` run the same passes.
     """
 
     def __init__(self, model: nn.Module, parallel: TensorParallel) -> None:
         self._parallel = parallel
-        untyped: Any = model  # of Hugging Face, which torch's types know nothing of
+        untyped: Any = model  # nn.Module's types do not know Hugging Face's attributes
         self._model, config = untyped, untyped.config
         refuse_unknown(model)
         layers = untyped.model.layers
@@ -120,7 +112,7 @@ class Decoder:
         self._scale: float = attention.scaling
         self._windows = [_window_of_layer(config, index) for index in range(len(layers))]
         self._refuse_wrapped_linears()
-        # Heads are counted in the weights, which hold a part of the model's heads where they are split over ranks.
+        # Counted in the weights, because a tensor-parallel rank holds only some of the model's heads.
         self._num_heads: int = attention.q_proj.weight.shape[0] // self._head_dim
         self._num_kv_heads: int = attention.k_proj.weight.shape[0] // self._head_dim
         self._is_silu = config.hidden_act == "silu"
@@ -139,8 +131,8 @@ class Decoder:
         return CacheShape(len(self._windows), self._num_kv_heads, self._head_dim, embedding.dtype, embedding.device)
 
     def weights(self, num_positions: int, fuse: bool) -> Weights:
-        """The weights as they are now. `fuse` copies those that are applied to the same input side by side: fewer,
-        larger matrix products, at the price of a second copy of half the model while it lasts."""
+        """The current weights. `fuse` copies weights that are applied to the same input into one matrix: fewer, larger
+        matrix products, at the cost of a second copy of half the model."""
         trunk = self._model.model
         embedding = trunk.embed_tokens.weight
         cos, sin = trunk.rotary_emb(embedding, torch.arange(num_positions, device=embedding.device)[None])
@@ -154,13 +146,13 @@ class Decoder:
             signed_sin=torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
         )
 
-    def find(self, cache: SlotCache) -> None:
-        """Tell the kernels where the cache of the next passes is, in a tensor that stays where it is."""
+    def locate(self, cache: SlotCache) -> None:
+        """Tell the kernels where the cache is, in a tensor that keeps its address."""
         place = on_device(torch.tensor(cache.place), self.device)
         self._place = place if self._place is None else self._place.copy_(place)
 
     def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
-        """Run the packed tokens of `pieces`; the final state (pieces, hidden) after each piece's last token."""
+        """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last token."""
         counts = torch.tensor([piece.num_tokens for piece in pieces])
         slots = torch.tensor([piece.slot for piece in pieces]).repeat_interleave(counts)
         positions = gpu.tensor_of(range(piece.start, piece.start + piece.num_tokens) for piece in pieces)
@@ -175,16 +167,13 @@ class Decoder:
     def decode(
         self, weights: Weights, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
     ) -> Tensor:
-        """Run one token of each row; the final states (rows, hidden). With kernels a row may be in any slot, and at
-        position -1 in none; without, row i is in slot i, and no token stands at `length` or later."""
+        """Run one token of each row; the final states (rows, hidden). With kernels a row may use any slot, and none at
+        position -1. Otherwise row i uses slot i, and all positions are less than `length`."""
         if gpu.has_kernels(tokens_b.device):
             attention = self._kernel_attention(positions_b, slots_b)
         else:
             attention = self._decode_attention(weights, cache, positions_b, length)
         return self._run(weights, cache, tokens_b, positions_b, slots_b, attention)
-
-    def logits(self, weights: Weights, final_be: Tensor) -> Tensor:
-        return weights.head(final_be)
 
     def _run(
         self,
@@ -256,14 +245,14 @@ class Decoder:
         return fits and shape.device.type == "cuda" and shape.dtype.itemsize == 2
 
     def _flash_attention(self, pieces: list[Piece]) -> Attention:
-        """Whole prompts, packed: nothing is padded, and no keys are repeated."""
+        """Whole prompts, packed, without padding or repeated keys."""
         ends = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
         ends_n = on_device(ends.int(), self.device)
         longest = max(piece.num_tokens for piece in pieces)
 
         def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
             window = self._windows[index]
-            # The operator itself: the function around it takes grouped queries in some versions of torch only.
+            # The operator itself, because its public function accepts grouped queries only in some versions of torch.
             outputs_thd = torch.ops.aten._flash_attention_forward(
                 queries_thd,
                 keys_thd,
@@ -285,14 +274,11 @@ class Decoder:
         return attend
 
     def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
-        """The queries of a group stand on the axis of positions, so that keys are read once and never repeated."""
+        """Queries of a group use the axis of positions, so that keys are read once and not repeated."""
         num_rows, num_groups = positions_b.shape[0], self._num_heads // self._num_kv_heads
-        seen_l = torch.arange(length, device=positions_b.device)
         masks: dict[int | None, Tensor] = {}
         for window in set(self._windows):
-            hidden_bl = seen_l > positions_b[:, None]
-            if window is not None:
-                hidden_bl = hidden_bl | (seen_l <= positions_b[:, None] - window)
+            hidden_bl = ~_visible(positions_b, length, window)
             mask_bl = torch.zeros_like(hidden_bl, dtype=weights.cos.dtype).masked_fill_(hidden_bl, -torch.inf)
             masks[window] = mask_bl[:, None, None].repeat(1, 1, num_groups, 1)
 
@@ -310,7 +296,7 @@ class Decoder:
         return attend
 
     def _prefill_attention(self, weights: Weights, cache: SlotCache, pieces: list[Piece]) -> Attention:
-        """Pieces of the same extent that stand next to each other are attended to in one product, without padding."""
+        """Adjacent pieces with the same start and length are computed in one call, without padding."""
         runs: list[tuple[int, Piece, int]] = []  # first token, first piece, number of pieces
         num_tokens = 0
         for piece in pieces:
@@ -327,10 +313,7 @@ class Decoder:
                 window = None
             if piece.start == 0 and window is None:
                 return None
-            seen_l = torch.arange(end, device=weights.cos.device)
-            own_t1 = seen_l[piece.start :, None]
-            visible_tl = seen_l <= own_t1
-            return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
+            return _visible(torch.arange(piece.start, end, device=weights.cos.device), end, window)
 
         masks = {(first, window): mask_of(first, window) for _, first, _ in runs for window in set(self._windows)}
 
@@ -383,7 +366,7 @@ class Decoder:
         return gate
 
     def _refuse_wrapped_linears(self) -> None:
-        """Of a projection that is more than a linear map (an adapter, a quantized one), `weight` would not be all."""
+        """The `weight` of a projection with an adapter, or of a quantized one, does not tell what it computes."""
         for name, module in self._model.named_modules():
             is_projection = name.endswith("_proj") or name == "lm_head"
             if is_projection and type(module).forward is not nn.Linear.forward:
@@ -394,20 +377,27 @@ class Decoder:
 
 
 def refuse_unknown(model: Any) -> None:
-    """Raise ConfigError unless `Decoder` can run models of this kind."""
+    """Raise ConfigError unless `Decoder` can run this kind of model."""
     if (reason := why_not_native(model.config.to_dict())) is not None:
         raise ConfigError(f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model")
 
 
 def _window_of_layer(config: Any, index: int) -> int | None:
-    """Tokens that a token sees, itself included; None sees all. Mistral has a window in all layers or none, Qwen by
-    layer, Llama never."""
+    """Number of tokens that a token attends to, including itself; None means all. Mistral has a window in all layers or
+    in none, Qwen in some layers, Llama never."""
     if config.model_type == "llama":
         return None
     if config.model_type in ("qwen2", "qwen3") and config.layer_types[index] != "sliding_attention":
         return None
     window: int | None = config.sliding_window
     return window
+
+
+def _visible(positions_t: Tensor, length: int, window: int | None) -> Tensor:
+    """Which of the first `length` tokens a token at each position attends to: (positions, length)."""
+    seen_l, own_t1 = torch.arange(length, device=positions_t.device), positions_t[:, None]
+    visible_tl = seen_l <= own_t1
+    return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
 
 
 def _read_norm(module: Any) -> Norm:
@@ -426,29 +416,27 @@ def _kernel_add_norm(x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor
 
 
 @torch.no_grad()
-def lay_side_by_side(model: Any) -> None:
-    """Give weights that are applied to the same input one storage, so that they are used as one matrix. They stay
-    parameters of their own, which are changed in place as ever."""
+def join_weights(model: Any) -> None:
+    """Store weights that are applied to the same input in one tensor, so that they are used as one matrix. They stay
+    separate parameters, which are still updated in place."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
-                if all(part is not None for part in parts) and _joined(parts) is None:
+                if parts[0] is not None and _joined(parts) is None:
                     joint = torch.cat([part.data for part in parts])
                     for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
                         part.data = view
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    """Tensors that follow each other in one storage as one tensor, or None."""
-    first, end = parts[0], None
-    for part in parts:
-        if part is None or first is None or not part.is_contiguous() or end not in (None, part.data_ptr()):
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """One tensor over parts that follow each other in one storage; None if they do not."""
+    first = parts[0]
+    for part, following in pairwise(parts):
+        is_next = following.data_ptr() == part.data_ptr() + part.nbytes
+        if not is_next or following.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        end = part.data_ptr() + part.nbytes
-    assert first is not None
-    num_outputs = sum(len(part) for part in parts if part is not None)
-    return first.detach().as_strided((num_outputs, *first.shape[1:]), first.stride())
+    if not all(part.is_contiguous() for part in parts):
+        return None
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

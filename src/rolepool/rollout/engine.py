@@ -1,11 +1,11 @@
-"""What a rollout engine is: token ids in, token ids and their log-probs out, weights replaced in place.
+"""The interface of rollout engines: token ids in, token ids and their log-probs out, weights replaced in place.
 
-Owns the vocabulary that engines and their users share. Does not know any engine, nor how to tokenize.
+Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol
@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, for all requests of a call. `top_k` -1 is off; temperature 0 is greedy."""
+    """How to choose tokens, for all requests of a call. `top_k` -1 keeps all tokens; temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -31,7 +31,7 @@ class Sampling:
     max_new_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response and belong to it; with `ignore_eos` they are tokens like any other."""
+    """Tokens that end a response and are part of it; `ignore_eos` treats them like any other token."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -53,25 +53,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to one prompt. Several samples of a prompt are requests that differ in seed."""
+    """One response to one prompt. Several samples of a prompt are requests with different seeds."""
 
     token_ids: Sequence[int]
     seed: int
-    """The sample's own: with the same weights, prompt and seed it is the same response in any company."""
+    """Seed of this sample: the same weights, prompt and seed give the same response in any batch."""
     max_new_tokens: int | None = None
-    """Of this request; None takes that of the `Sampling`."""
+    """Limit of this request; None uses that of the `Sampling`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A response. Its numbers are arrays, as lists of all tokens of a batch take long to make; `token_ids` and
-    `log_probs` are lists, for who looks at single ones."""
+    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow; `token_ids` and
+    `log_probs` give them as lists."""
 
     token_array: npt.NDArray[np.int64]
-    """The stop token included."""
+    """Token ids, including the stop token."""
     log_prob_array: npt.NDArray[np.float32]
-    """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. Greedy decoding
-    samples from no distribution; its log-probs are those of the plain softmax of the logits."""
+    """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. With greedy
+    decoding they are those of the softmax of the logits."""
     finish_reason: FinishReason
     weights_version: int
 
@@ -91,72 +91,46 @@ class Completion:
         return is_same and (self.finish_reason, self.weights_version) == (other.finish_reason, other.weights_version)
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do; settings are checked against it before a run starts."""
-
-    top_p: bool
-    top_k: bool
-    per_sample_seeds: bool
-    sleep: bool
-    shared_weights: bool
-    """Works on the trainer's own weights, so that `update_weights` moves no data."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a `generate` is."""
-
-    num_requests: int
-    num_finished: int
-    num_running: int
-    num_tokens: int
-    """Generated so far, by finished and running requests."""
-
-
 class Engine(Protocol):
-    """Generates. One call at a time."""
+    """Generates responses, one call at a time."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def shared_weights(self) -> bool:
+        """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""
+        ...
 
     @property
     def version(self) -> int:
-        """Of the weights it generates with."""
+        """Version of the weights that it generates with."""
         ...
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        progress: Callable[[Progress], None] | None = None,
-    ) -> list[Completion]:
-        """One completion per request, in the order of requests. `progress` is called now and then, and at the end."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in the order of requests."""
         ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
-        """Take new weights, full tensors under their Hugging Face names, streamed, in place.
+        """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
 
-        They may come in several calls, of which the last gives the version. Names that are missing, double or unknown
-        and shapes that do not fit are refused by name. Whatever was computed with the old weights is forgotten. An
-        engine with shared weights looks at `version` only.
+        They may come in several calls; the last call gives the version. A missing, repeated or unknown name or a wrong
+        shape is an error that names the tensor. Everything computed with the old weights is dropped. An engine with
+        shared weights uses only `version`.
         """
         ...
 
     def sleep(self) -> None:
-        """Give back the memory that is only needed to generate."""
+        """Free the memory that only generation needs."""
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Allow `generate` again, which allocates that memory."""
         ...
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:
-    """Seed of a sample: depends on what it is a sample of (and on `more`, such as the step), never on where it runs."""
+    """Seed of a sample: depends on run, prompt, sample (and on `more`, such as the step), not on where it runs."""
     return derive_seed("sample", *(_plain(part) for part in (run_seed, prompt_id, sample_index, *more)))
 
 
 def _plain(part: int | str) -> int | str:
-    """Without numpy's types, which hash differently from the same numbers of Python."""
+    """As a Python int or str, because numpy's numbers hash differently."""
     return int(part) if isinstance(part, Integral) else str(part)

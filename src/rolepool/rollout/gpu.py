@@ -1,7 +1,6 @@
-"""Decode steps as CUDA graphs: one for each number of rows that steps are run on, captured once and replayed. And
-numbers of the host as tensors.
+"""Decode steps as CUDA graphs, one for each batch size, captured once and replayed; and lists as tensors.
 
-Owns when a step is captured. Does not know what a step does, only that it works on tensors that stay where they are.
+Owns when a step is captured. Does not know what a step does, only that its tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from torch import Tensor
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether passes on `device` use the kernels of `rollout.kernels`."""
+    """Whether `device` uses the kernels of `rollout.kernels`."""
     return device.type == "cuda"
 
 
 def tensor_of(lists: Iterable[Iterable[int]]) -> Tensor:
-    """The numbers of all lists, one after another. Torch would take ten times as long to read them."""
+    """The numbers of all lists, concatenated. `torch.tensor` takes ten times as long."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), np.int64))
 
 
 def bucket_of(num_rows: int, most: int) -> int:
-    """Rows that a step is run on to serve `num_rows`: a number of which there are few, and not much more."""
+    """The batch size to use for `num_rows` rows: at least that many, rounded up to one of few sizes."""
     bucket = 1
     while bucket < min(num_rows, 32):
         bucket *= 2
@@ -36,14 +35,14 @@ def bucket_of(num_rows: int, most: int) -> int:
 
 
 class StepGraphs:
-    """Steps by what distinguishes them. Their memory is one pool, as no two run at once."""
+    """Captured steps by key. They share one memory pool, because only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Take the step: the first time as it is, which compiles and warms up what it uses, later from a graph."""
+        """Run the step: the first time directly, which compiles its kernels, later from a graph."""
         if key not in self._graphs:
             self._graphs[key] = None
             step()
@@ -51,7 +50,7 @@ class StepGraphs:
         graph = self._graphs[key]
         if graph is None:
             graph = self._graphs[key] = torch.cuda.CUDAGraph()
-            # Other threads of the process, such as one that watches memory, may go on.
+            # Other threads of the process, such as a memory monitor, may use CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         graph.replay()

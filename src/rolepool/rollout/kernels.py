@@ -1,8 +1,8 @@
-"""Triton kernels: what a pass on a GPU does between its matrix products, and the choice of tokens.
+"""Triton kernels: what a GPU computes between matrix products, and sampling.
 
-A captured step outlives the cache it was captured with, so kernels find the cache by its `place`: a tensor with the
-addresses of keys and values, the number of slots and their length. A row whose position is -1 is nobody's: it reads
-and writes no cache. Arithmetic is in float32. Imported on machines with a GPU only.
+A captured step outlives the cache that it was captured with, so kernels find the cache through `place`: a tensor with
+the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use: it does not
+read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -15,14 +15,14 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 _SPLITS = (1, 4, 16)
-"""Parts that a row's tokens are attended to in: few kernels to compile."""
+"""Numbers of parts that a row's tokens may be split into; few, because each is a kernel to compile."""
 _NUM_PROGRAMS = 256
-"""That keep a GPU busy: fewer rows are split."""
+"""Number of programs that keep a GPU busy; if there are fewer rows, rows are split."""
 _VOCAB_BLOCK = 4096
 _NUM_HALVINGS = 30
-"""Of the range of a row's scores, after which float32 tells no more of them apart."""
+"""Bisection steps over the range of a row's scores, until float32 cannot distinguish more of them."""
 _ALL = 2**30
-"""A window that no sequence is longer than."""
+"""A window larger than any sequence."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -41,7 +41,7 @@ def _rotate_and_store(
     KV_HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Of one token: turn its queries and keys in place, and write keys and values to the cache."""
+    """For one token: rotate its queries and keys in place, and write keys and values to the cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -87,7 +87,7 @@ def rotate_and_store(
     place: Tensor,
     layer: int,
 ) -> None:
-    """Turn queries and keys (which stand before the values) by their positions, in place; store keys and values."""
+    """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
     num_kv_heads = (num_all - num_heads) // 2
     _rotate_and_store[(num_tokens,)](
@@ -127,7 +127,7 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One part of one row: all queries of a group against the keys they share, each of which is read once."""
+    """One part of one row: all queries of a group with the keys that they share, each read once."""
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     end = tl.load(positions_ptr + row).to(tl.int32) + 1
     start = tl.maximum(end - window, 0)
@@ -214,7 +214,7 @@ def attend(
         place,
         layer,
         _ALL if window is None else window,
-        scale * 1.4426950408889634,  # log2(e), as powers are of 2
+        scale * 1.4426950408889634,  # log2(e), because the kernel uses powers of 2
         queries_bhd.stride(0),
         num_heads // num_kv_heads,
         num_kv_heads,
@@ -275,7 +275,7 @@ def silu_gate(gate_up_te: Tensor) -> Tensor:
 def _mass_above(
     row_ptr, inverse_temperature, largest, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Of a row's scores above `least`: how many, or the sum of their powers."""
+    """For a row's scores above `least`: their number, or the sum of their exponentials."""
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, VOCAB, BLOCK):
         v = first + tl.arange(0, BLOCK)
@@ -296,7 +296,7 @@ def _find_floor(
     BLOCK: tl.constexpr,
     NUM_HALVINGS: tl.constexpr,
 ):
-    """Halve the range in which the floor is until no two scores are told apart: first for top-k, then for top-p."""
+    """Find the floor by bisection, first for top-k, then for top-p."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -327,7 +327,7 @@ def _find_floor(
 
 
 def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """For each row a number above which are the scores (logits over temperature) that top-k and top-p keep."""
+    """For each row the number above which top-k and top-p keep scores (logits divided by temperature)."""
     num_rows, vocab_size = logits_bv.shape
     floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
     _find_floor[(num_rows,)](
@@ -347,7 +347,7 @@ def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float)
 
 @triton.jit
 def _mix32(x):
-    """A bijection of 32 bits in which every bit of the input moves every bit of the output."""
+    """A bijection of 32 bits in which every input bit affects every output bit."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -368,7 +368,7 @@ def _race(
     GREEDY: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
 ):
-    """The winner of one block of a row's tokens, and the block's part of the softmax's denominator."""
+    """The winner among one block of a row's tokens, and the block's part of the softmax denominator."""
     row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits_ptr + row * row_stride + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32)
@@ -381,8 +381,8 @@ def _race(
     if GREEDY:
         entry = score
     else:
-        # A token's time is exponential with its probability as rate; the first to arrive is a sample. Arithmetic is
-        # the kernel's cost, so functions here are the fast ones: times are off by some hundred-thousandths.
+        # A token's time is exponential with its probability as rate; the earliest token is the sample. Arithmetic
+        # dominates this kernel, so it uses fast functions, with relative errors of about 1e-5.
         stream = tl.load(streams_ptr + row).to(tl.uint64, bitcast=True)
         key = stream + (tl.load(steps_ptr + row).to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
@@ -390,7 +390,7 @@ def _race(
         key = key ^ (key >> 31)
         bits = _mix32(_mix32(v.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
         uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2**-32 and half of it
-        # The earliest arrivals decide, where 1 - uniform has lost the bits that tell them apart.
+        # The earliest times decide, and there 1 - uniform has lost the bits that distinguish them.
         early = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         time = tl.where(uniform < 0.02, early, -libdevice.fast_logf(1.0 - uniform))
         entry = libdevice.fast_dividef(share, time)
@@ -428,7 +428,7 @@ def _finish_race(
 def race(
     logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, temperature: float, greedy: bool, floors_b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row, drawn from its softmax at `temperature` above its floor, or the likeliest; its log-prob."""
+    """A token of each row, sampled from its softmax at `temperature` above its floor, or the best one; its log-prob."""
     num_rows, vocab_size = logits_bv.shape
     num_blocks = triton.cdiv(vocab_size, _VOCAB_BLOCK)
     sums = torch.empty(4, num_rows, num_blocks, dtype=torch.float32, device=logits_bv.device)

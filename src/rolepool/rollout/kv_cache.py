@@ -1,6 +1,6 @@
-"""Keys and values of running samples: a slot for each, allocated once.
+"""The KV cache: one slot for each running sample, allocated once.
 
-Owns the storage and its layout. Does not know whose keys they are, nor how they are attended to.
+Owns the storage and its layout. Does not know which sample uses a slot, nor how attention reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rolepool.placement.memory import cache_room
+from rolepool.protocol.memory import free_bytes
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model needs to store for a token."""
+    """What a model stores for each token."""
 
     num_layers: int
     num_heads: int
@@ -28,12 +29,9 @@ class CacheShape:
 
 
 def room_on_gpu(weights_bytes: int, utilization: float) -> int:
-    """Bytes that a cache may take now on this process's GPU, where the rollout's weights take `weights_bytes`."""
-    free, total = torch.cuda.mem_get_info()
-    allocated = torch.cuda.memory_allocated()
-    share = int(total * torch.cuda.get_per_process_memory_fraction())
-    unused = torch.cuda.memory_reserved() - allocated  # which torch holds, and gives to whoever asks in this process
-    return cache_room(share, min(free + unused, share - allocated), weights_bytes, utilization)
+    """Bytes that a cache may take now on this process's GPU, if the rollout's weights take `weights_bytes`."""
+    share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
+    return cache_room(share, free_bytes("cuda"), weights_bytes, utilization)
 
 
 class SlotCache:
@@ -42,10 +40,9 @@ class SlotCache:
     def __init__(self, shape: CacheShape, num_slots: int, length: int) -> None:
         self.shape, self.num_slots, self.length = shape, num_slots, length
         size = (shape.num_layers, num_slots, shape.num_heads, length, shape.head_dim)
-        # Zeros, as what is masked out is still multiplied by zero, and memory just taken may hold NaN.
+        # Zeros, because masked values are multiplied by zero, and uninitialized memory may contain NaN.
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
-        self._num_heads = shape.num_heads
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
         self._lines = [
             (keys.view(-1, shape.head_dim), values.view(-1, shape.head_dim))
@@ -54,15 +51,15 @@ class SlotCache:
 
     @property
     def place(self) -> list[int]:
-        """Where a kernel finds it: addresses of keys and values, slots, and their length."""
+        """What a kernel needs to find the cache: addresses of keys and values, number of slots, length of a slot."""
         return [self._keys.data_ptr(), self._values.data_ptr(), self.num_slots, self.length]
 
     def fits(self, shape: CacheShape, num_slots: int, length: int) -> bool:
         return self.shape == shape and self.num_slots >= num_slots and self.length >= length
 
     def places(self, slots_t: Tensor, positions_t: Tensor) -> Tensor:
-        """Where `write` puts tokens: the same for all layers of a pass, so computed once."""
-        first_t = slots_t * (self._num_heads * self.length) + positions_t
+        """Where `write` stores tokens; the same for all layers, so it is computed once."""
+        first_t = slots_t * (self.shape.num_heads * self.length) + positions_t
         return (first_t[:, None] + self._head_offsets_h).view(-1)
 
     def write(self, layer: int, places: Tensor, keys_thd: Tensor, values_thd: Tensor) -> None:
@@ -70,10 +67,10 @@ class SlotCache:
             lines.index_copy_(0, places, new.reshape(-1, new.shape[-1]))
 
     def read(self, layer: int, slots: slice, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (slots, heads, length, head_dim) of the first `length` tokens; views, nothing is copied."""
+        """Keys and values (slots, heads, length, head_dim) of the first `length` tokens, as views."""
         return self._keys[layer, slots, :, :length], self._values[layer, slots, :, :length]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """A slot's first `length` tokens over another slot."""
+        """Copy the first `length` tokens of one slot into another."""
         for storage in (self._keys, self._values):
             storage[:, target, :, :length] = storage[:, source, :, :length]

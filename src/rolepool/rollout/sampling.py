@@ -1,8 +1,8 @@
 """From logits to tokens: temperature, top-k, top-p, and random numbers that are a hash of (sample, step).
 
-A draw depends on its own row only. On a CPU a token is the inverse of the cumulative distribution at one uniform
-number; on a GPU it is the first of a race in which every token has a number of its own, which reads the logits once.
-So the two draw different tokens for one seed. Tensors in, tensors out, no host synchronisation.
+A sample depends only on its own row. A CPU inverts the cumulative distribution at one uniform number. A GPU draws a
+random number for every token and takes the first in an exponential race, which reads the logits once. So CPU and GPU
+sample different tokens from one seed. Tensors in, tensors out, no host synchronization.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from rolepool.rollout import gpu
 from rolepool.rollout.engine import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""2**64 over the golden ratio, as a signed number: multiples of it spread over all 64-bit numbers."""
+"""2**64 divided by the golden ratio, as a signed number: its multiples spread over all 64-bit numbers."""
 _MULTIPLIER_1, _MULTIPLIER_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _UNIFORM_BITS = 48
 
 
 def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
-    """Logits of the distribution to sample from; tokens that temperature, top-k and top-p rule out are at -inf.
+    """Logits of the distribution to sample from; tokens that top-k and top-p exclude are -inf.
 
-    Top-k keeps all tokens as likely as the k-th. Top-p keeps the smallest set of likeliest tokens whose probability
-    exceeds top_p, all that are as likely as the last of them, and never less than one.
+    Top-k also keeps tokens that are as likely as the k-th. Top-p keeps the smallest set of most likely tokens whose
+    probability exceeds top_p, tokens as likely as the last of them, and at least one.
     """
     scores_bv = logits_bv.float()
     if sampling.temperature != 1:
@@ -42,7 +42,7 @@ def filter_logits(logits_bv: Tensor, sampling: Sampling) -> Tensor:
 
 
 def seed_streams(seeds: list[int]) -> Tensor:
-    """The starting point of each sample's random numbers."""
+    """The initial state of each sample's random numbers."""
     signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
     return _mix(torch.tensor(signed, dtype=torch.int64))
 
@@ -62,7 +62,7 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
         best, token_b = scores_bv.max(dim=-1)
         return token_b, best - scores_bv.logsumexp(dim=-1)
     probs_bv = filter_logits(logits_bv, sampling).softmax(dim=-1)
-    # In float64, and scaled by its own end: rounding can neither run off the end nor land on a token of probability 0.
+    # In float64 and scaled by its last entry, so that rounding cannot select a token of probability 0.
     cumulative_bv = probs_bv.cumsum(dim=-1, dtype=torch.float64)
     target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
     token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=probs_bv.shape[-1] - 1)
@@ -70,7 +70,7 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
 
 
 def _choose_by_race(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    from rolepool.rollout import kernels  # which need Triton
+    from rolepool.rollout import kernels  # needs Triton
 
     temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
     if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
@@ -79,12 +79,12 @@ def _choose_by_race(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampl
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64: a bijection in which every bit of the input moves every bit of the output."""
+    """The finalizer of SplitMix64: a bijection in which every input bit affects every output bit."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """Of the unsigned number that the signed one stands for."""
+    """A logical shift: the sign bit is not repeated."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -1,4 +1,4 @@
-"""Copying a stream of named tensors into a model, and refusing a stream that does not fit.
+"""Copying a stream of named tensors into a model, with errors for tensors that do not fit.
 
 Does not know where the stream comes from.
 """
@@ -18,11 +18,11 @@ _SHOWN = 5
 
 
 class WeightStream:
-    """Whole tensors on their way into a model, or into the shard of it that `model` is. Of tied weights, one name or
-    all may come.
+    """Copies whole tensors into `model`, or into the shard of a model that `model` is. Tied weights may come under one
+    name or under all of them.
 
-    A name or shape that does not fit is refused when it arrives, a name that is missing at the end; by then the
-    model holds a mixture of old and new weights.
+    A wrong name or shape is an error when it arrives, a missing name at the end; the model then contains a mixture of
+    old and new weights.
     """
 
     def __init__(self, model: nn.Module, shard: Shard | None) -> None:
@@ -46,7 +46,7 @@ class WeightStream:
             self._arrived.add(name)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Check that all weights have arrived."""
         served = {id(self._targets[name]) for name in self._arrived}
         missing = [name for name, target in self._targets.items() if id(target) not in served]
         if missing:

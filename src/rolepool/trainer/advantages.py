@@ -21,8 +21,10 @@ from rolepool.algorithm import (
     compute_explained_variance,
     get_kl_controller,
 )
+from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
+from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
 from rolepool.protocol.ragged import flat_values
@@ -63,6 +65,11 @@ class Estimator:
         self.limits = (config.data.max_prompt_length, config.data.max_response_length)
         ctrl = self.keys.kl_ctrl
         self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.needs = adv_estimators.needs_of(self.keys.adv_estimator)
+        if "values" in self.needs and not config.uses_critic:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.keys.adv_estimator}: it needs values; set critic.enable=true"
+            )
 
     def estimate(
         self,
@@ -111,6 +118,7 @@ class Estimator:
             keys.adv_estimator,
             rewards,
             mask,
+            config=keys,
             gamma=keys.gamma,
             lam=keys.lam,
             norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rolepool.algorithm.registry import policy_losses
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.data.rewards import load_reward_function
@@ -61,7 +62,8 @@ def build_roles(
             proxies[role] = group.add_role(role.value, worker_class, config, *args, dtype, blocking=False, **options)
 
     # The actor comes before the rollout, which shares its weights where they share a process.
-    add(Role.Actor, Actor, max(0, num_training_steps - config.trainer.critic_warmup))
+    policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    add(Role.Actor, Actor, max(0, num_training_steps - config.trainer.critic_warmup), policy_loss=policy_loss)
     add(Role.Rollout, Rollout, (tokenizer.eos_token_id,), tensor_parallel=ranks_per_copy)
     add(Role.RefPolicy, Reference)
     add(Role.Critic, Critic, num_training_steps)
@@ -86,7 +88,8 @@ def build_roles(
 
 
 def check_inputs(config: Config, plan: Plan) -> None:
-    """Refuse, before a process is started, models and a reward function that none could load."""
+    """Refuse, before a process is started, models and functions that none could load."""
+    policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
     for key, (path, overrides) in models_of(config, plan).items():
         read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=dict(overrides))

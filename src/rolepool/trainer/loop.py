@@ -27,7 +27,7 @@ from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import driver_span
-from rolepool.models.checkpoint import remove_unfinished
+from rolepool.models.checkpoint.folders import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
@@ -110,7 +110,7 @@ class Trainer:
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
         self.estimator = Estimator(self.config)
-        self.step = step_of(self.config)
+        self.step = step_of(self.estimator.needs)
         self.loggers = Loggers(self.config)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)

@@ -16,8 +16,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
 
-    from rolepool.config.built import refused_keys
-    from rolepool.config.loading import show
+    from rolepool.config.describe import check_implemented
 
     loaded = load_words(options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
@@ -25,9 +24,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
             "placement.strategy=standard: main_ppo_split trains in two pools; leave it out, "
             "or use rolepool.trainer.main_ppo"
         )
-    refused = refused_keys(loaded)
-    if refused:
-        raise ConfigError(f"{path}={show(loaded.value_of(path))}: not implemented; leave it out" for path in refused)
+    check_implemented(loaded)
 
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.loop import Trainer

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rolepool.config import Config
+from rolepool.config.functions import ADV_ESTIMATORS, Needs
 from rolepool.placement.roles import Role, needed_roles
 from rolepool.placement.schedule import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.trainer.calls import Roles
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 Step = Callable[..., StepCalls]
 
 
-def step_of(config: Config) -> Step:
-    """The step function of the algorithm that the config names."""
-    return remax_step if config.algorithm.adv_estimator == "remax" else ppo_step
+def step_of(needs: Needs) -> Step:
+    """The step function for an advantage estimator that needs these arguments."""
+    return remax_step if "reward_baselines" in needs else ppo_step
 
 
 def schedule_of(config: Config, step: Step | None = None) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's generation."""
     notes = _Notes()
-    run, number = step or step_of(config), config.trainer.critic_warmup + 1
+    run = step or step_of(ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ()))
+    number = config.trainer.critic_warmup + 1
     needed, _ = needed_roles(config)
     paper: dict[Role, Any] = {role: _PaperRole(notes, role) for role in (*needed, Role.RewardModel)}
 

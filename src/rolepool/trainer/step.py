@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolepool.config import Config
-from rolepool.config.model_keys import Actor, Critic
+from rolepool.config.model_keys import ActorConfig, CriticConfig
 from rolepool.models.micro_batches import rank_order
 from rolepool.seeds import derive_seed
 from rolepool.trainer.calls import Roles
@@ -105,7 +105,7 @@ def learn(
 
 
 def update_orders(
-    config: Config, keys: Actor | Critic, lengths: Sequence[int], num_ranks: int, step: int
+    config: Config, keys: ActorConfig | CriticConfig, lengths: Sequence[int], num_ranks: int, step: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], bool]]:
     """For each epoch which rows each rank updates on, as an order of rows, and whether it is the last.
 

@@ -14,20 +14,20 @@ from rolepool.models.checkpoint.folders import publish, temporary_folder
 from rolepool.models.checkpoint.state import OPTIMIZER_STATES, read_saved, read_tensors
 
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
-"""Files beside a model's weights: configurations, tokenizers, chat templates, code of the model."""
+"""Suffixes of files that are copied: configurations, tokenizers, chat templates, model code."""
 
 
 def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes: int = 4 * 2**30) -> None:
-    """Write a folder that `from_pretrained` loads: the saved weights, in files of at most `file_bytes`, and what lies
-    beside the weights in the folder the model came from. It appears under its name when it is whole.
+    """Write a folder that `from_pretrained` loads: the saved weights, in files of at most `file_bytes`, and the other
+    files (such as the tokenizer) of the original model folder. The folder appears under its name when it is complete.
 
-    config.json is that of the saved model, which knows the user's overrides and the head; `dtype` in it is what the
-    weights are saved as.
+    config.json is that of the saved model, which includes the user's overrides and the head; its `dtype` is that of the
+    saved weights.
     """
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise ConfigError(f"{out_dir}: is there already; export into a new folder")
+        raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     if not (model_config_dir / "config.json").is_file():
-        raise ConfigError(f"{model_config_dir}: not a model folder; no config.json is in it")
+        raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
     weights = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in read_saved(folder).tensors.items()

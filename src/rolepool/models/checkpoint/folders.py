@@ -1,7 +1,7 @@
-"""The checkpoints of a run: whole or absent, the newest, and those no longer kept.
+"""The checkpoint folders of a run: written atomically, finding the newest, removing old ones.
 
-Owns the folders under `checkpoints/`. A name that begins with `.tmp-` is work of a save, an export or a removal that
-did not end, and is never read.
+Owns the folders under `checkpoints/`. A name that begins with `.tmp-` belongs to a save, an export or a removal that
+did not finish, and is never read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once it is whole."""
+    """The folder of a step's complete checkpoint."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
 def temporary_folder(final_folder: Path) -> Path:
-    """A new, empty folder beside the final one, to write into before `publish`; what an earlier try left is removed."""
+    """A new, empty folder next to the final one, to write into before `publish`; leftovers are removed."""
     folder = final_folder.parent / f".tmp-{final_folder.name}"
     if folder.exists():
         shutil.rmtree(folder)
@@ -36,9 +36,9 @@ def temporary_folder(final_folder: Path) -> Path:
 
 
 def publish(tmp_folder: Path, final_folder: Path) -> None:
-    """Make a written folder appear under its final name, all of it at once and only when it is on disk.
+    """Rename a written folder to its final name, after all of it is on disk.
 
-    One that has this name already is replaced; a kill between its going and the new one's coming leaves neither.
+    An existing folder of that name is replaced; if the process is killed in between, neither folder is left.
     """
     for path in sorted(tmp_folder.rglob("*")):
         sync(path)
@@ -55,7 +55,7 @@ def publish(tmp_folder: Path, final_folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on disk before going on."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -64,19 +64,19 @@ def sync(path: Path) -> None:
 
 
 def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:
-    """The checkpoint of the highest step that is whole and has these parts. Damaged ones are passed over and logged."""
+    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning."""
     for folder in _newest_first(run_dir):
         if problem := _problem(folder):
-            _logger.warning("%s is passed over: %s", folder, problem)
+            _logger.warning("skipping %s: %s", folder, problem)
         elif all((folder / part).is_dir() for part in parts):
             return folder
     return None
 
 
 def remove_old(run_dir: Path, part: str, keep: int) -> None:
-    """Remove a part (such as `actor`) from all checkpoints but the `keep` newest whole ones that have it.
+    """Remove a part (such as `actor`) from all checkpoints except the `keep` newest complete ones that have it.
 
-    A checkpoint goes when its last part does. As damaged ones do not count, the newest whole one always stays.
+    A checkpoint is removed with its last part. Damaged ones are not counted, so the newest complete one always stays.
     """
     assert keep >= 1
     remove_unfinished(run_dir)
@@ -93,7 +93,7 @@ def remove_old(run_dir: Path, part: str, keep: int) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what saves and removals that did not end have left."""
+    """Remove what unfinished saves and removals have left."""
     for leftover in (run_dir / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -110,14 +110,14 @@ def _parts(folder: Path) -> Iterator[Path]:
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a checkpoint is not whole."""
+    """Why a checkpoint is not complete; None if it is."""
     try:
         json.loads((folder / "trainer.json").read_bytes())
     except (OSError, ValueError) as error:
         return f"{folder / 'trainer.json'}: {error}"
     parts = list(_parts(folder))
     if not parts:
-        return "nothing is saved in it"
+        return "it is empty"
     try:
         for part in parts:
             read_saved(part)
@@ -127,5 +127,5 @@ def _problem(folder: Path) -> str | None:
 
 
 def _remove(folder: Path, aside: Path) -> None:
-    """Out of sight at once, so that a removal that is cut short leaves no half of it."""
+    """Rename first, so that an interrupted removal does not leave a partial checkpoint."""
     shutil.rmtree(folder.rename(aside))

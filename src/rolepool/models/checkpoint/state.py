@@ -1,7 +1,7 @@
-"""A model in training, saved by all ranks of its pool and read back by any number of them.
+"""Saving a model in training from all ranks of its pool, and loading it on any number of ranks.
 
-Owns which tensors are saved under which names, and what must fit before anything is changed. Files of tensors are
-written and read by torch.distributed.checkpoint.
+Owns which tensors are saved under which names, and the checks before anything is changed. torch.distributed.checkpoint
+writes and reads the tensor files.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.training import TrainedModel
 
 FILE_BYTES = 2**30
-"""About the size of a file: what a rank holds in host memory besides a model on a GPU."""
+"""Approximate size of a file, and of the host memory that a rank needs to write it."""
 
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 _SHOWN_MISFITS = 3
 
 
 class RankState(BaseModel):
-    """What a rank writes beside its tensors, once all of these are there."""
+    """What a rank writes after all its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[2] = 2
     num_updates: int
     num_bytes: int
-    """Of all tensors of all ranks."""
+    """Size of all tensors of all ranks."""
     rng: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SavedRole:
-    """All that was saved of a role, which is whole."""
+    """A complete saved role."""
 
     ranks: list[RankState]
     tensors: Mapping[str, TensorStorageMetadata]
@@ -63,15 +63,15 @@ class SavedRole:
 def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
     """Write weights, optimizer states, number of updates and random states into a new folder.
 
-    Called by all ranks of the pool, each of which writes its own shards; replicas and tied weights are written once.
-    The folder is whole when the last rank has returned, which the caller waits for before it is published.
+    All ranks of the pool call it, and each writes its own shards; replicas and tied weights are written once. The
+    folder is complete when the last rank has returned; the caller waits for that before it publishes the folder.
     """
     rank, num_ranks = _rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
     if dist.is_initialized():
-        dist.barrier()  # nobody writes before all have looked
+        dist.barrier()  # no rank writes before all have checked the folder
     tensors = {**_weights(trained.model), **_optimizer_tensors(trained)}
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
@@ -85,10 +85,10 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
-    """Take over a saved state, whatever number of ranks and sharding it was saved under; each reads only its rows.
+    """Load a saved state, whatever number of ranks and sharding saved it; each rank reads only its own rows.
 
-    Weights, optimizer states and number of updates are exact. Random states are restored when as many ranks load as
-    saved; otherwise they stay as they were seeded. Everything is checked before anything is changed.
+    Weights, optimizer states and number of updates are exact. Random states are restored if the number of ranks is the
+    same; otherwise they stay as seeded. Everything is checked before anything is changed.
     """
     saved = read_saved(folder)
     misfits = list(_misfits(saved.tensors, trained))
@@ -96,7 +96,7 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         more = f"; and {len(misfits) - _SHOWN_MISFITS} more" if len(misfits) > _SHOWN_MISFITS else ""
         raise ConfigError(
             f"{folder}: was saved from another model ({'; '.join(misfits[:_SHOWN_MISFITS])}{more}); set the model that "
-            "it was saved from, or start anew with trainer.resume_mode=disable and no trainer.resume_from_path"
+            "it was saved from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         )
     trained.optimizer.state.clear()
     with trained.on_device(training=True), torch.no_grad():
@@ -109,10 +109,10 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
 
 
 def read_saved(folder: Path) -> SavedRole:
-    """What is saved in a role's folder. ConfigError unless all of it is there."""
+    """What is saved in a role's folder. Raises ConfigError unless it is complete."""
     names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
     if not names:
-        raise ConfigError(f"{folder}: not a saved role; no rank_*_of_*.json is in it")
+        raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
     num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
     expected = [_rank_file(rank, num_ranks) for rank in range(num_ranks)]
     if names != expected:
@@ -121,35 +121,35 @@ def read_saved(folder: Path) -> SavedRole:
         raise ConfigError(missing or others[num_ranks:])
     ranks = [_read_rank(folder / name) for name in names]
     if len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
-        raise ConfigError(f"{folder}: its ranks are of different saves")
+        raise ConfigError(f"{folder}: its rank files belong to different saves")
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
-                pass  # opening it is what checks it
+                pass  # opening a file checks it
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: not a whole safetensors file ({error})") from None
+            raise ConfigError(f"{path}: not a complete safetensors file ({error})") from None
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
     num_bytes = 0
     for name, tensor in tensors.items():
         num_elements = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if num_elements != tensor.size.numel():
-            raise ConfigError(f"{folder}: {name} is there in part; a file is missing")
+            raise ConfigError(f"{folder}: {name} is incomplete; a file is missing")
         num_bytes += num_elements * tensor.properties.dtype.itemsize
     if num_bytes != ranks[0].num_bytes:
-        raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes are there; a file is missing")
+        raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
     return SavedRole(ranks, tensors)
 
 
 def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or not, with the rows saved under their names."""
+    """Fill tensors, sharded or not, with the values saved under their names."""
     with _plain_errors(folder):
         load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 @contextmanager
 def _plain_errors(folder: Path) -> Iterator[None]:
-    """Torch's own error is none that `except Exception` catches. That one process works alone is no warning."""
+    """Raise RolepoolError instead of torch's error, which is no Exception; hide its warning for a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -171,12 +171,12 @@ def _read_rank(path: Path) -> RankState:
     try:
         return RankState.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
-        raise ConfigError(f"{path}: not the state of a rank ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{path}: not a valid rank file ({str(error).splitlines()[0]})") from None
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by Hugging Face name; of names for the same parameter, the first."""
-    # Reading the state dict also brings FSDP2 back to shards, where a forward pass left parameters whole.
+    """Parameters and saved buffers by Hugging Face name; tied weights are listed once."""
+    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
     tensors = model.state_dict()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = names - {name for name, _ in model.named_parameters()}
@@ -184,7 +184,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters as the optimizer has them, and their names. It was given all of them, in order."""
+    """Names and parameters of the optimizer, which has all parameters in the model's order."""
     given = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
     names = [name for name, _ in trained.model.named_parameters()]
     return zip(names, given, strict=True)
@@ -199,7 +199,7 @@ def _optimizer_tensors(trained: TrainedModel) -> dict[str, Tensor]:
 
 
 def _make_states(trained: TrainedModel, saved: Mapping[str, TensorStorageMetadata]) -> None:
-    """Room for the saved states, as AdamW makes it: moments like the parameter, the step where it is computed."""
+    """Allocate the saved states as AdamW does: moments like the parameter, the step on the device."""
     for name, parameter in _parameters(trained):
         if (step := saved.get(f"{name}/{STEP}")) is not None:
             trained.optimizer.state[parameter] = {
@@ -209,31 +209,31 @@ def _make_states(trained: TrainedModel, saved: Mapping[str, TensorStorageMetadat
 
 
 def _misfits(saved: Mapping[str, TensorStorageMetadata], trained: TrainedModel) -> Iterator[str]:
-    """Where what is saved is not what the model has. A parameter that never had a gradient has no optimizer states."""
+    """Differences between saved and expected tensors. A parameter that never had a gradient has no optimizer states."""
     wanted = _weights(trained.model)
     for name, parameter in _parameters(trained):
         if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
             wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
     for name, tensor in wanted.items():
         if name not in saved:
-            yield f"{name} is missing; the model has it"
+            yield f"{name} is not saved, but the model has it"
             continue
         there, dtype = saved[name], saved[name].properties.dtype
         if there.size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
             has = f"{list(tensor.shape)} {tensor.dtype}"
-            yield f"{name} is {list(there.size)} {dtype}, and the model has {has}".replace("torch.", "")
-    yield from (f"{name} is saved, and the model has no such tensor" for name in sorted(saved.keys() - wanted.keys()))
+            yield f"{name} is {list(there.size)} {dtype}, but the model has {has}".replace("torch.", "")
+    yield from (f"{name} is saved, but the model does not have it" for name in sorted(saved.keys() - wanted.keys()))
 
 
 def _hf_config(model: PreTrainedModel) -> str:
-    """The model's configuration as it was built, the user's overrides and the class of the head included."""
+    """The model's configuration, including the user's overrides and the class of the head."""
     config = json.loads(model.config.to_json_string())
     own_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     return json.dumps({**config, "architectures": [own_class.__name__]}, indent=2)
 
 
 def _random_states() -> dict[str, Any]:
-    """Where the generators of this process stand: torch (CPU and its GPU), Python, numpy."""
+    """States of this process's random generators: torch (CPU and GPU), Python, numpy."""
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
@@ -245,7 +245,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def _restore_random_states(states: Mapping[str, Any]) -> None:
-    """A state of a GPU is left out where there is none."""
+    """Restore them; the state of a GPU is ignored if there is none."""
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
