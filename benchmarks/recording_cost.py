@@ -25,7 +25,7 @@ from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Span
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.parts import part, part_times
 from rolepool.report.run import read_run
 from rolepool.trainer import rows
@@ -65,8 +65,9 @@ class AfterWarmUp(Observer):
 
 def of_a_call(num_rows: int, width: int) -> float:
     """Seconds that a worker spends on the record of one call."""
-    names = ("input_ids", "attention_mask", "position_ids", "responses", "values", "advantages")
-    batch = DataProto.from_dict({name: torch.ones(num_rows, width) for name in names})
+    lengths = torch.full((num_rows,), width)
+    names = ("input_ids", "old_log_probs", "values", "advantages")
+    batch = DataProto.from_dict({name: ragged(torch.ones(num_rows * width), lengths) for name in names})
     start = time.perf_counter()
     for _ in range(NUM_CALLS):
         with part_times() as times:

@@ -11,7 +11,7 @@ from cluster_helpers import start
 from roles_for_tests import Counter
 
 from rolepool.cluster import Cluster, RoleProxy
-from rolepool.protocol import DataProto
+from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import same_value
 
 SIZES = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]
@@ -156,3 +156,24 @@ def test_a_metric_that_is_a_list_is_not_taken_for_rows(counter: RoleProxy) -> No
 def test_a_tuple_of_two_results_is_not_taken_for_rows(counter: RoleProxy) -> None:
     results = {num_rows: counter.loss_and_count(batch_of(num_rows)) for num_rows in SIZES}
     assert results == {num_rows: [(float(rank), 0.5) for rank in range(NUM_RANKS)] for num_rows in SIZES}
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 7])
+def test_ragged_rows_go_through_ranks_in_another_order_and_spans_count_their_tokens(
+    counter: RoleProxy, num_rows: int
+) -> None:
+    lengths = torch.arange(num_rows) % 4 + 1
+    values = torch.repeat_interleave(torch.arange(num_rows), lengths)
+    batch = DataProto.from_dict({"input_ids": ragged(values, lengths), "x": torch.arange(num_rows)})
+    sent = counter.unchanged(batch, blocking=False)
+    order = list(range(num_rows))[::-1]
+    again = counter.unchanged(sent.reorder(order), blocking=False)
+    assert [row.tolist() for row in again.get().batch["input_ids"].unbind()] == [[i] * (i % 4 + 1) for i in order]
+    num_padding = -num_rows % NUM_RANKS
+    for spans in (sent.spans(), again.spans()):
+        num_tokens = sum(span.num_tokens for span in spans)
+        assert sum(span.num_rows for span in spans) == num_rows + num_padding
+        if num_padding == 0:
+            assert num_tokens == len(values)
+            assert sum(span.num_bytes for span in spans) == values.nbytes + 8 * num_rows
+        assert num_tokens >= len(values) + num_padding, "a padding row is a copy of a real one"

@@ -71,11 +71,11 @@ def _padded_attention(
     for size in sizes.unique():
         is_here = sizes == size
         places_nl, real_nl = _padded_places(starts[:-1][is_here], lengths[is_here])
-        queries, keys, values = (
+        query_n, key_n, value_n = (
             states[0].index_select(1, places_nl.flatten()).unflatten(1, places_nl.shape).transpose(0, 1)
             for states in (query, key, value)
         )
-        outputs.append(_causal_attention(queries, keys, values, scaling, window)[real_nl])
+        outputs.append(_causal_attention(query_n, key_n, value_n, scaling, window)[real_nl])
         places.append(places_nl[real_nl])
     return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
 

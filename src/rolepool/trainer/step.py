@@ -84,8 +84,9 @@ def learn(
         for order, is_last in update_orders(config, config.critic, estimated.lengths, roles.critic.dp_size, number):
             critic_updates.append(roles.critic.update_critic(batch.union(values).reorder(order), ends_step=is_last))
     if number > config.trainer.critic_warmup:
-        scored = batch.union(old) if ref is None else batch.union(old).union(ref)
-        actor_keys = config.actor_rollout_ref.actor
+        actor_keys, scored = config.actor_rollout_ref.actor, batch.union(old)
+        if ref is not None and actor_keys.use_kl_loss:
+            scored = scored.union(ref)
         for order, is_last in update_orders(config, actor_keys, estimated.lengths, roles.actor.dp_size, number):
             actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         synced = roles.sync_weights(number)
