@@ -157,7 +157,7 @@ def test_a_prompt_is_tokenized_once(tmp_path: Path, tokenizer: PreTrainedTokeniz
 
     tokenizer.__class__ = Watched
     prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row("a b"), row("c")))
-    assert [prompt.token_ids for prompt in prompts.take([1, 0, 1])] == [[6, 3], [4, 5, 3], [6, 3]]
+    assert prompts.take([1, 0, 1])["raw_prompt_ids"] == [[6, 3], [4, 5, 3], [6, 3]]
     assert len(texts) == 2
 
 

@@ -151,6 +151,8 @@ def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     if custom.path is None:
         return RewardFunction(_score_by_data_source, "built-in reward")
     file = Path(custom.path).expanduser().absolute()
+    if not file.is_file():
+        raise ConfigError(f"custom_reward_function.path={file}: there is no such file; give a Python file")
     module = _import_file(file)
     function = vars(module).get(custom.name)
     if function is None:

@@ -195,9 +195,10 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
     if not rollout.free_cache_engine:
         yield {"actor_rollout_ref.rollout.free_cache_engine": True}
     for role, spec in specs.items():
-        on_a_node = max(plan.pool_of(role).counts_by_node.values())
-        parallel = on_a_node if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
-        while spec.tensor_parallel is not None and parallel < min(on_a_node, 8):
+        if spec.tensor_parallel is None:
+            continue
+        on_a_node, parallel = max(plan.pool_of(role).counts_by_node.values()), config.at(spec.tensor_parallel)
+        while parallel < min(on_a_node, 8):
             parallel *= 2
             yield {spec.tensor_parallel: parallel}
     for utilization in (0.4, 0.3, 0.2):

@@ -51,7 +51,9 @@ def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping
 def _tensor_parallel(config: Config, plan: Plan) -> Iterator[str]:
     for role, pool in plan.roles.items():
         key = ROLE_SPECS[role].tensor_parallel
-        size = 1 if key is None else config.at(key)
+        if key is None:
+            continue
+        size = config.at(key)
         counts = sorted(set(plan.pool_of(role).counts_by_node.values()))
         uneven = [count for count in counts if count % size]
         if uneven:

@@ -7,6 +7,7 @@ a run.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -158,8 +159,10 @@ class _Work:
 
     def choose(self, size: MicroBatch, room: int | None) -> MicroBatch:
         """The size as it is written, or the largest that fits if it is open; and activations are kept if they fit."""
-        while size.is_chosen and size.tokens > self.length and not self._fits(size, room):
-            size = replace(size, tokens=max(self.length, size.tokens - TOKENS_STEP))
+        if size.is_chosen:
+            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
+            first = bisect_left(candidates, True, key=lambda tokens: self._fits(replace(size, tokens=tokens), room))
+            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
         if not size.recomputes:
             return size
         kept = replace(size, recomputes=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,7 +32,7 @@ class PlannedPool(BaseModel):
     def world_size(self) -> int:
         return len(self.slots)
 
-    @property
+    @cached_property
     def counts_by_node(self) -> dict[int, int]:
         """Number of the pool's processes on each node that has one."""
         return Counter(slot.node for slot in self.slots)
