@@ -176,9 +176,7 @@ def test_packed_updates_are_padded_updates(
     data: DataProto,
     kind: type[Any],
     checkpointing: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rolepool.roles.trained.free_bytes", lambda device: 0)  # else nothing is computed again
     words = [f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}"]
     words.append(f"critic.model.enable_gradient_checkpointing={checkpointing}")
     padded = gradients_of_update(kind, folder, data, *words, "actor_rollout_ref.model.use_remove_padding=false")
