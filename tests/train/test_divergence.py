@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys, train
+from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys
 
 from rolepool.cli import main
 from rolepool.config import load_config
@@ -29,7 +29,8 @@ def test_a_diverged_run_ends_with_one_error_and_keeps_its_good_checkpoint(
     demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [*QUICK, "trainer.save_freq=3", "trainer.test_freq=3", "trainer.max_actor_ckpt_to_keep=1"]
-    train(demo, tmp_path, *ONE_RANK, *keys, "trainer.total_training_steps=3")
+    assert main(["train", *small_keys(demo, tmp_path, *ONE_RANK, *keys, "trainer.total_training_steps=3")]) == 0
+    capsys.readouterr()
     assert saved_in(tmp_path) == ["step_000003"]
     assert main(["train", *small_keys(demo, tmp_path, *ONE_RANK, *keys, DIVERGES)]) == 2
     captured = capsys.readouterr()
