@@ -101,7 +101,7 @@ def test_an_exported_checkpoint_is_a_model_that_transformers_loads(
     (tmp_path / "file").touch()
     assert main(["export", str(whole), str(tmp_path / "file" / "model")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/file/model: cannot be made (") and error.count("\n") == 1
+    assert error.startswith(f"error: {tmp_path}/file/model: cannot be written (") and error.count("\n") == 1
 
 
 def test_a_new_run_in_a_used_folder_sets_the_old_one_aside(demo: Demo, whole: Path, used: Path) -> None:

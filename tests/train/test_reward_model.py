@@ -16,7 +16,6 @@ from rolepool.data.tokenizer import load_tokenizer
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged
 from rolepool.roles.reward_model import RewardModel
-from rolepool.trainer import loop
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.step import StepCalls, ppo_step
 
@@ -90,9 +89,8 @@ def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pyt
 
     loaded = recipe(demo, f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}")
     trainer = Trainer(loaded)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "step_of", lambda needs: watched_step)
-        trainer.run()
+    trainer.step = watched_step
+    trainer.run()
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Course(dict(trainer.plan.roles), steps, metrics)
 
