@@ -20,7 +20,7 @@ from rolepool.rollout import Completion, Request, Sampling, native
 from rolepool.rollout.sampling import filter_logits, seed_streams, uniforms
 
 NOISE = 1e-5
-"""Of the logits in tests, so that every CPU sees more rounding than any CPU has."""
+"""Added to logits in tests, up or down: more than the rounding of any CPU."""
 MAX_TIES = 0.1
 """Rows that may differ, as a fraction; one row always may."""
 
@@ -28,10 +28,11 @@ MAX_TIES = 0.1
 def assert_same_completions(
     model: Any, requests: Sequence[Request], sampling: Sampling, got: list[Completion], expected: list[Completion]
 ) -> None:
-    """The same tokens, log-probs and reasons to end, up to the first tie of a row."""
+    """The same tokens, log-probs, reasons to end and versions, up to the first tie of a row."""
     all_same = assert_same_tokens(model, requests, sampling, token_ids(got), token_ids(expected))
     for num_same, one, other in zip(all_same, got, expected, strict=True):
         assert one.log_probs[:num_same] == pytest.approx(other.log_probs[:num_same], abs=ROUNDING)
+        assert one.weights_version == other.weights_version
         if num_same == len(one.token_ids):
             assert one.finish_reason == other.finish_reason
 
