@@ -77,6 +77,7 @@ def test_ctrl_c_does_not_save_a_bad_step(demo: Demo, tmp_path: Path) -> None:
     assert saved_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_bad_last_step_of_a_critic_that_warms_up_is_not_saved_and_the_actor_is_not_blamed(
     demo: Demo, tmp_path: Path
 ) -> None:

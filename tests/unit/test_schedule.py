@@ -139,30 +139,28 @@ from rolepool.trainer.calls import Roles
 
 def step(roles: Roles, prompts: DataProto) -> None:
     rollouts = roles.rollout.generate_sequences(prompts)
-    {call}
 """
+CALLS = {
+    "roles.reward.compute_scores(rollouts.union(prompts))": None,
+    "roles.reward.compute_score(rollouts)": 'has no attribute "compute_score"',
+    "roles.actor.update_actor()": 'Missing positional argument "data"',
+    "roles.actor.compute_log_prob(rollouts, 1)": "Too many arguments",
+    "roles.critic.compute_values(rollouts)": 'of "CriticCalls | None" has no attribute',
+    'roles.rollout.generate_sequences(prompts, purpose="trian")': "incompatible type",
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("roles.reward.compute_scores(rollouts.union(prompts))", None),
-        ("roles.reward.compute_score(rollouts)", 'has no attribute "compute_score"'),
-        ("roles.actor.update_actor()", 'Missing positional argument "data"'),
-        ("roles.actor.compute_log_prob(rollouts, 1)", "Too many arguments"),
-        ("roles.critic.compute_values(rollouts)", 'of "CriticCalls | None" has no attribute'),
-        ('roles.rollout.generate_sequences(prompts, purpose="trian")', "incompatible type"),
-    ],
-)
 def test_a_misspelt_method_or_a_missing_argument_is_an_error_of_mypy(
-    tmp_path: Path, root: Path, python: Callable[..., subprocess.CompletedProcess[str]], call: str, error: str | None
+    tmp_path: Path, root: Path, python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    file = tmp_path / "snippet.py"
-    file.write_text(MYPY_SNIPPET.format(call=call), encoding="utf-8")
+    file, begin = tmp_path / "snippet.py", MYPY_SNIPPET.count("\n") + 1
+    file.write_text(MYPY_SNIPPET + "".join(f"    {call}\n" for call in CALLS), encoding="utf-8")
     options = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
-    outcome = python("-m", "mypy", *options, str(file))
-    assert (outcome.returncode == 0) == (error is None), outcome.stdout
-    assert error is None or error in outcome.stdout
+    said = python("-m", "mypy", *options, str(file)).stdout.splitlines()
+    for line, (call, error) in enumerate(CALLS.items(), start=begin):
+        found = [text for text in said if f"snippet.py:{line}: error" in text]
+        assert len(found) == (error is not None), (call, said)
+        assert error is None or error in found[0]
 
 
 def test_the_step_and_its_schedule_import_neither_torch_nor_ray(

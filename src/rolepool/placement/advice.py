@@ -54,7 +54,7 @@ def advise(
     excess = _excess(estimate)
     if not excess:
         return []
-    trial = _Trial(config, plan, estimate, gpu_memory_bytes, replan)
+    trial = _Trial(config, plan, estimate, gpu_memory_bytes, replan, frozenset(find_problems(config, plan)))
     best: dict[tuple[str, ...], Advice] = {}
     for advice, changes in trial.helpful({}, excess):
         best.setdefault(tuple(changes), advice)
@@ -73,6 +73,8 @@ class _Trial:
     estimate: MemoryEstimate
     gpu_memory_bytes: int | None
     replan: Callable[[Config], Plan]
+    problems: frozenset[str]
+    """Of the plan as it is."""
     plans: dict[str, Plan | None] = field(default_factory=dict)
     """By placement: nothing else that is changed here moves a role, and a plan of many nodes takes its time."""
 
@@ -109,7 +111,7 @@ class _Trial:
         if plan is None or any(contradictions(config)):
             return None
         estimate = estimate_memory(config, plan, self.gpu_memory_bytes)
-        new_problems = set(find_problems(config, plan)) - set(find_problems(self.config, self.plan))
+        new_problems = set(find_problems(config, plan)) - self.problems
         hides_roles = not _roles_known(self.estimate) <= _roles_known(estimate)
         return None if new_problems or hides_roles else _excess(estimate)
 

@@ -171,11 +171,11 @@ class _Work:
 
     def _fits(self, size: MicroBatch, room: int | None) -> bool:
         """Whether micro-batches of any mix of lengths fit."""
-        if room is None:
-            return True
+        resting = self.held.resting.working
+        if room is None or room <= resting:
+            return room is None
         most = self.num_rows * self.length
         num_tokens = min(most, size.tokens if size.rows is None else size.rows * self.length)
-        resting = self.held.resting.weights + self.held.resting.optimizer
         return self.memory(size, num_tokens).working - resting <= USABLE * (room - resting)
 
     def memory(self, size: MicroBatch, num_tokens: int) -> RoleMemory:
