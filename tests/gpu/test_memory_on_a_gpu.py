@@ -90,7 +90,7 @@ def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank
             actor, reference = Actor(config, 2), Reference(config)
         for _ in range(2):
             norm = actor.update_actor(data)["actor/grad_norm"]
-        log_probs = actor.compute_log_prob(data).batch["old_log_probs"]
+        log_probs = actor.compute_log_prob(data).batch["old_log_probs"].values()
         reference.compute_ref_log_prob(data)
         return norm, log_probs, torch.cuda.memory_allocated() - before
 
