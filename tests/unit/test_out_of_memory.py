@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rolepool.cluster.calls import Share
 from rolepool.config import Config, load_config
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.data.demo import make_demo
@@ -20,7 +21,6 @@ from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
-from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import offloads

@@ -1,41 +1,45 @@
-"""The form in which a call travels to a worker: the method, and arguments that may be rows of a batch.
+"""How a call travels to a worker: the method, and arguments that may be rows of a batch.
 
-Owns the message types, turning values, batches and futures into them on the driver's side, and into values again on
-the worker's. A batch of the driver's is written into shared memory once per part; a future's data is only pointed to.
-Knows nothing of groups.
+Owns the messages: the driver turns values, batches and futures into them, and the worker turns them into values again.
+A batch of the driver is written once for each part; the data of a future is only referred to.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.encoding import Encoded, encode
 from rolepool.protocol.futures import (
+    INLINE_BYTES,
     CallFuture,
     DataProtoFuture,
     Keys,
     Pending,
+    Reply,
+    RowNumbers,
     Stripe,
     collect_batches,
     collect_first,
     collect_list,
+    gather_rows,
+    headers_of,
     intersection,
     join_stripes,
     rows_with_keys,
     stripes_of,
+    values_of,
 )
-from rolepool.protocol.remote import Producer, Reply, RowNumbers, Share, batches_of, gather_rows, value_of
 
 FETCH_TIMEOUT_S = 600.0
 
@@ -43,85 +47,133 @@ FETCH_TIMEOUT_S = 600.0
 # Messages
 
 
-@dataclass(frozen=True, slots=True)
-class StripeArgument:
+class Share(NamedTuple):
+    """Number `part` of `parts` parts of a batch of `total` rows. All have one size; padding fills up the last ones."""
+
+    total: int
+    parts: int
+    part: int
+
+    @property
+    def size(self) -> int:
+        return -(-self.total // self.parts)
+
+    @property
+    def rows(self) -> range:
+        return range(self.total)[self.part * self.size :][: self.size]
+
+    @property
+    def fetched(self) -> RowNumbers:
+        """The rows that the part needs: its own, or the first of the batch if all of the part is padding."""
+        return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
+
+
+class StripeArgument(NamedTuple):
     """Some keys of a batch, for the rows of one share of it.
 
-    `where` is the place, among the call's objects, of a DataProto with just those keys and rows; or those of the
-    replies of all ranks that made the batch, of which the worker fetches what it needs: `rows` by number, where they
-    are not simply the share's. `total` is the number of rows of the batch, where the driver knew.
+    `source` is a batch with these keys and rows, encoded or as the position of an object of the message; or the
+    positions of the replies of all ranks that made the batch. Then `rows` are the numbers of the rows to fetch, if they
+    are not those of the share. `total` is the number of rows of the whole batch, if the driver knew it.
     """
 
-    where: int | slice
+    source: Encoded | int | slice
     total: int | None
     keys: Keys = None
     rows: RowNumbers | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchArgument:
-    """Part `index` of `parts` of a batch; (1, 0) is the whole."""
+class BatchArgument(NamedTuple):
+    """Number `part` of `parts` equal parts of a batch."""
 
     stripes: tuple[StripeArgument, ...]
     parts: int
-    index: int
+    part: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResultArgument:
-    """The collected result of another call that is not a batch: its replies lie among the objects."""
+class ResultArgument(NamedTuple):
+    """The collected result, not a batch, of another call whose replies are at these positions."""
 
     where: slice
     collect: Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A method of a role, to be run by one worker."""
 
     role: str
     method: str
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     kwargs: dict[str, Any]
     queued_s: float
     number: int
     after: tuple[int, ...]
-    """Numbers of the calls whose results it is given."""
-    one_answer_per_dp_group: bool
+    """Numbers of the calls whose results are its arguments."""
+    one_reply_per_dp_group: bool
     returns_rows: bool
-    """Whether results have a row for each row that was sent, so that those of padding are to be removed."""
+    """Whether the result has a row for each row of the arguments, so that rows of padding must be removed from it."""
+
+
+class Objects:
+    """What the arguments of a message refer to: replies of other calls and batches, and the data stored for replies.
+
+    Ray delivers `direct` with the message. It does not fetch what is in `stored`: the worker fetches what it needs.
+    """
+
+    def __init__(self) -> None:
+        self.direct: list[Any] = []
+        self.stored: list[Any] = []
+
+    def add(self, direct: Iterable[Any], stored: Iterable[Any]) -> slice:
+        start = len(self.direct)
+        self.direct.extend(direct)
+        self.stored.extend(stored)
+        return slice(start, len(self.direct))
 
 
 def pack_reply(reply: Reply) -> bytes | Reply:
-    """A small reply as bytes. One that refers to objects stays as it is: Ray must see the references, to count them."""
-    columns = [] if reply.batch is None else reply.batch.columns.values()
-    refers = any(not isinstance(column, Encoded) for column in columns)
-    return reply if refers or reply.value is not None else pickle.dumps(reply)
+    """A reply as bytes, which Ray transports several times faster than an object, unless it is large."""
+    is_large = reply.value is not None and reply.value.num_bytes > INLINE_BYTES
+    return reply if is_large else pickle.dumps(reply)
 
 
-def unpack_reply(packed: bytes | Reply) -> Reply:
-    if isinstance(packed, bytes):
-        packed = pickle.loads(packed)  # noqa: S301  # from our own workers, over Ray's channel
-    assert isinstance(packed, Reply)
-    return packed
+def unpack_reply(packed: bytes | Reply, stored: Any = None) -> Reply:
+    reply: Reply = pickle.loads(packed) if isinstance(packed, bytes) else packed  # noqa: S301  # from our own workers
+    return reply._replace(stored=stored)
 
 
 # The driver's side
 
 
-def pack_argument(value: Any, objects: list[Any], reads: Keys, parts: int = 1, index: int = 0) -> Any:
-    """A value as it travels; of a batch part `index` of `parts`. What it refers to is added to the call's objects."""
+def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool) -> tuple[bytes, Objects]:
+    """The message for the ranks of one part, and the objects that it refers to.
+
+    `in_lists` says that every argument is a list, of which a part gets its own entry. If not, batches are split.
+    """
+    objects = Objects()
+
+    def pack(value: Any) -> Any:
+        if in_lists:
+            return pack_argument(value[index], objects, reads)
+        return pack_argument(value, objects, reads, parts, index)
+
+    args = [pack(value) for value in call.args]
+    kwargs = {name: pack(value) for name, value in call.kwargs.items()}
+    return cloudpickle.dumps(call._replace(args=args, kwargs=kwargs)), objects
+
+
+def pack_argument(value: Any, objects: Objects, reads: Keys, parts: int = 1, index: int = 0) -> Any:
+    """A value as it travels; if it is a batch, number `index` of its `parts`."""
     if isinstance(value, DataProto | DataProtoFuture):
         stripes = [_pack_stripe(stripe, objects, reads, parts, index) for stripe in stripes_of(value)]
         return BatchArgument(tuple(stripes), parts, index)
     if isinstance(value, CallFuture):
         if value.collect not in (collect_first, collect_list):
-            raise DataError(f"{value!r} is put together by a function of the driver; hand on what its get() returns")
+            raise DataError(f"{value!r} is collected by a function of the driver; pass on what its get() returns")
         return ResultArgument(_add_replies(value.calls, objects), value.collect)
     return value
 
 
-def _pack_stripe(stripe: Stripe, objects: list[Any], reads: Keys, parts: int, index: int) -> StripeArgument:
+def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
     keys = intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
         return StripeArgument(_add_replies(stripe.source, objects), None, keys)
@@ -129,14 +181,19 @@ def _pack_stripe(stripe: Stripe, objects: list[Any], reads: Keys, parts: int, in
     rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), share.total, keys, rows)
-    objects.append(ray.put(rows_with_keys(stripe.source, rows, keys)))
-    return StripeArgument(len(objects) - 1, share.total)
+    batch = rows_with_keys(stripe.source, rows, keys)
+    batch_size = None if batch.batch is None else batch.batch.batch_size
+    encoded = encode((batch.columns(), batch_size, batch.meta_info))
+    if encoded.num_bytes <= INLINE_BYTES:
+        return StripeArgument(encoded, share.total)
+    return StripeArgument(objects.add([ray.put(encoded)], [None]).start, share.total)
 
 
-def _add_replies(calls: Iterable[Pending], objects: list[Any]) -> slice:
-    start = len(objects)
-    objects.extend(ref for call in calls for ref in call.refs)
-    return slice(start, len(objects))
+def _add_replies(calls: Iterable[Any], objects: Objects) -> slice:
+    calls = list(calls)
+    return objects.add(
+        (ref for call in calls for ref in call.refs), (stored for call in calls for stored in call.stored_refs)
+    )
 
 
 def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
@@ -151,80 +208,89 @@ def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
 # The worker's side
 
 
-def resolve(argument: Any, objects: Sequence[Any]) -> tuple[Any, Share | None]:
-    """An argument's value on this worker; of a batch also which share it is."""
+def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) -> tuple[Call, Share | None]:
+    """The call with the values of its arguments, and which share of its batch this rank has."""
+    objects = [
+        unpack_reply(one, data) if isinstance(one, bytes | Reply) else one
+        for one, data in zip(direct, stored or [None] * len(direct), strict=True)
+    ]
+    shares: list[Share] = []
+    args = [_resolve(argument, objects, shares) for argument in call.args]
+    kwargs = {name: _resolve(argument, objects, shares) for name, argument in call.kwargs.items()}
+    return call._replace(args=args, kwargs=kwargs), shares[0] if shares else None
+
+
+def _resolve(argument: Any, objects: Sequence[Any], shares: list[Share]) -> Any:
+    """An argument's value on this worker. If it is a batch, its share is added to the list."""
     if isinstance(argument, ResultArgument):
-        return argument.collect([value_of(reply, fetch_columns) for reply in _replies(argument.where, objects)]), None
+        return argument.collect(values_of(objects[argument.where], fetch_stored))
     if not isinstance(argument, BatchArgument):
-        return argument, None
+        return argument
     first = argument.stripes[0]
-    if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.where, slice):
-        replies = _replies(first.where, objects)
-        if any(reply.batch is None for reply in replies):  # it could have been a batch; hand on what `get()` would
-            return collect_batches([value_of(reply, fetch_columns) for reply in replies]), None
+    if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.source, slice):
+        replies = objects[first.source]
+        if any(reply.header is None for reply in replies):  # the result is not a batch; pass on what `get()` returns
+            return collect_batches(values_of(replies, fetch_stored))
     totals = [_total(stripe, objects) for stripe in argument.stripes]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
-    share = Share(totals[0], argument.parts, argument.index)
+    share = Share(totals[0], argument.parts, argument.part)
+    shares.append(share)
     batch = join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
-    if share.num_real == 0 and share.size:
-        return pad_rows(batch, share.size)[1:], share
-    return pad_rows(batch, share.padding), share
-
-
-def _replies(where: slice, objects: Sequence[Any]) -> list[Reply]:
-    return [unpack_reply(packed) for packed in objects[where]]
+    if share.size and not share.rows:
+        return pad_rows(batch, share.size)[1:]
+    return pad_rows(batch, share.size - len(share.rows))
 
 
 def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:
     if stripe.total is not None:
         return stripe.total
-    assert isinstance(stripe.where, slice)
-    return sum(batch.num_rows for batch in batches_of(_replies(stripe.where, objects)))
+    assert isinstance(stripe.source, slice)
+    return sum(header.num_rows for header in headers_of(objects[stripe.source]))
 
 
 def _rows_of(stripe: StripeArgument, share: Share, objects: Sequence[Any]) -> DataProto:
-    if isinstance(stripe.where, int):
-        batch: DataProto = objects[stripe.where]
-        return batch
-    rows = share.fetched if stripe.rows is None else stripe.rows
-    return gather_rows(batches_of(_replies(stripe.where, objects)), rows, stripe.keys, fetch_columns)
+    if isinstance(stripe.source, slice):
+        rows = share.fetched if stripe.rows is None else stripe.rows
+        return gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
+    encoded: Encoded = objects[stripe.source] if isinstance(stripe.source, int) else stripe.source
+    return DataProto.from_columns(*encoded.decode())
 
 
 def without_padding(result: Any, share: Share | None) -> Any:
     """A result without the rows that came from padding: of a batch, list, tensor or array with as many rows as the
-    share, or a whole multiple of them in row-major order. Anything else is not rows, and is left as it is."""
-    if share is None or not share.padding or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
+    share, or a whole multiple of them in row-major order. Any other result does not consist of rows, and is kept."""
+    if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
-    per_row, rest = divmod(len(result), share.size)
-    if per_row == 0 or rest:
+    num_real = len(share.rows)
+    if num_real == share.size or len(result) < share.size or len(result) % share.size:
         return result
-    trimmed = result[: per_row * share.num_real]
+    trimmed = result[: len(result) // share.size * num_real]
     if isinstance(trimmed, DataProto) and IS_PADDING_KEY in trimmed.columns():
         trimmed.pop([IS_PADDING_KEY])
     return trimmed
 
 
+# Ray's errors
+
+
 def reason_of(error: BaseException) -> str:
-    """Ray's words on one line, without the paragraph of causes it could think of."""
+    """Ray's message in one line, without its list of possible causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
     text = " ".join(lines) or str(error)
     return text.split("Some common causes include")[0].strip()
 
 
-def fetch_columns(columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
-    """The values of columns, wherever they are. An object that died with its producer is a WorkerError naming it."""
-    makers = {column: producer for column, producer in columns if not isinstance(column, Encoded)}
+def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
+    """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names who made them."""
     try:
-        stored = dict(zip(makers, ray.get(list(makers), timeout=FETCH_TIMEOUT_S), strict=True))
+        fetched: list[dict[str, Encoded]] = ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S)
+        return fetched
     except ObjectLostError as error:
-        lost = [producer for ref, producer in makers.items() if ref.hex() == error.object_ref_hex]
-        producer = (lost or list(makers.values()))[0]
-        raise producer.error(f"a result of {producer} is lost, for its process died") from None
+        lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
+        raise lost.error(f"a result of {lost.maker} is lost because its node died") from None
     except GetTimeoutError:
-        raise WorkerError(
-            f"results of {columns[0][1]} did not arrive within {FETCH_TIMEOUT_S:.0f} s; is the network up?"
-        ) from None
+        waited = f"did not arrive within {FETCH_TIMEOUT_S:.0f} s; check the network"
+        raise WorkerError(f"results of {replies[0].maker} {waited}") from None
     except RayError as error:
-        raise WorkerError(f"results of {columns[0][1]} could not be fetched: {reason_of(error)}") from None
-    return [(column if isinstance(column, Encoded) else stored[column]).decode() for column, _ in columns]
+        raise WorkerError(f"results of {replies[0].maker} could not be fetched: {reason_of(error)}") from None

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.calls import Call, fetch_columns, pack_argument, reason_of, sources_of, unpack_reply
+from rolepool.cluster.calls import Call, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
 from rolepool.cluster.launch import Process, await_all, cause_of
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
-from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, collect_first, collect_list
-from rolepool.protocol.remote import Producer, Reply
+from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first, collect_list
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
 POLL_S = 0.2
@@ -89,7 +88,8 @@ class WorkerGroup:
             process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
             for process in self.processes
         ]
-        ready = CallFuture([PendingCall(self, role, "__init__", refs, refs)], lambda results: None)
+        made = PendingCall(self, role, "__init__", all_refs=refs, all_stored_refs=[None] * len(refs))
+        ready = CallFuture([made], lambda results: None)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
             try:
@@ -137,8 +137,8 @@ class WorkerGroup:
         for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
             group = groups[process.pool]
             ended = group._call_ended_by(process) or call
-            producer = process.producer(ended.role, ended.method)
-            errors.append(producer.error(f"{process} died during {ended.role}.{ended.method}: {reason}"))
+            problem = f"{process} died during {ended.role}.{ended.method}: {reason}"
+            errors.append(process.error(problem, ended.role, ended.method))
             group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:
@@ -170,16 +170,16 @@ class WorkerGroup:
 
 @dataclass(eq=False, repr=False)
 class RoleProxy:
-    """The registered methods of a role, as methods of this object. Every one takes `blocking=` beside its own."""
+    """The registered methods of a role, as methods of this object. Each of them takes `blocking=` in addition."""
 
     group: WorkerGroup
     role_name: str
     worker_class: type[Worker]
     tp_size: int
     ready: CallFuture
-    """Of making the role."""
+    """The construction of the role."""
     blocking: bool | None = None
-    """The default of calls through this proxy; None leaves it to the methods."""
+    """The default of calls through this proxy; None means what each method was registered with."""
 
     def __post_init__(self) -> None:
         self._specs = registered_methods(self.worker_class)
@@ -207,6 +207,7 @@ class RoleProxy:
             chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
             return future.get() if chosen else future
 
+        self.__dict__[name] = call  # the next call finds it without coming here
         return call
 
     def _submit(self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
@@ -225,17 +226,20 @@ class RoleProxy:
             queued_s=time.time(),
             number=next_call_number(),
             after=tuple(sorted({source.number for source in sources})),
-            one_answer_per_dp_group=spec.dispatch in PER_DP_GROUP,
+            one_reply_per_dp_group=spec.dispatch in PER_DP_GROUP,
             returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
         )
-        messages = [self._message(call, spec, index, num_parts) for index in range(num_parts)]
+        in_lists = spec.dispatch in LISTS
+        messages = [pack_call(call, spec.reads, num_parts, index, in_lists=in_lists) for index in range(num_parts)]
         ranks_per_part = len(processes) // num_parts
-        refs = []
+        pending = PendingCall(self.group, self.role_name, name, call.number, sources=sources)
         for rank, process in enumerate(processes):
             packed, objects = messages[rank // ranks_per_part]
-            refs.append(process.actor.run.remote(packed, *objects))
-        answering = refs[:: self.tp_size] if call.one_answer_per_dp_group else refs
-        pending = PendingCall(self.group, self.role_name, name, refs, answering, call.number, sources)
+            method = process.actor.run_rows if call.returns_rows else process.actor.run
+            made = method.remote(packed, objects.stored, *objects.direct)
+            pending.add(*(made if call.returns_rows else [made]))
+        if call.one_reply_per_dp_group:
+            pending.stride = self.tp_size
         if call.returns_rows:
             return DataProtoFuture([pending])
         collect = collect_first if only_zero else collect_list
@@ -244,7 +248,7 @@ class RoleProxy:
     def _num_parts(
         self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
     ) -> int:
-        """How many different messages the ranks get: ranks side by side share one. Checks lists of one entry each."""
+        """How many different messages there are; neighbouring ranks share one. Checks the lengths of lists."""
         if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (args or kwargs):
             return 1
         num_parts = num_ranks if num_ranks == 1 or spec.dispatch is Dispatch.ALL_TO_ALL else self.dp_size
@@ -257,20 +261,6 @@ class RoleProxy:
                 )
         return num_parts
 
-    def _message(self, call: Call, spec: MethodSpec, index: int, num_parts: int) -> tuple[bytes, list[Any]]:
-        """The call as one part of the ranks gets it, and the objects that its arguments refer to."""
-        objects: list[Any] = []
-
-        def pack(value: Any) -> Any:
-            if spec.dispatch in LISTS:
-                return pack_argument(value[index], objects, spec.reads)
-            return pack_argument(value, objects, spec.reads, num_parts, index)
-
-        args = tuple(pack(value) for value in call.args)
-        kwargs = {name: pack(value) for name, value in call.kwargs.items()}
-        # As bytes, which Ray passes on several times faster than an object.
-        return cloudpickle.dumps(replace(call, args=args, kwargs=kwargs)), objects
-
     def __repr__(self) -> str:
         return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
@@ -282,34 +272,50 @@ LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 
 @dataclass(eq=False, repr=False)
 class PendingCall:
-    """A call under way: a reference to each rank's reply, and until it has ended, the calls whose results it takes."""
+    """A call that was made: a reference to each rank's reply, and until it has ended, the calls whose results it takes.
+
+    A reply comes with a reference to the data that is stored for it, if the call returns rows.
+    """
 
     group: WorkerGroup
     role: str
     method: str
-    all_refs: list[Any]
-    refs: list[Any]
-    """Of the ranks that answer."""
     number: int = 0
+    all_refs: list[Any] = field(default_factory=list)
+    all_stored_refs: list[Any] = field(default_factory=list)
+    stride: int = 1
+    """Every so many ranks one returns a result."""
     sources: Sequence[Pending] = ()
-    _replies: dict[Any, Reply] | None = field(default=None, init=False)
+    _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.group.recent.append(weakref.ref(self))
 
+    def add(self, ref: Any, stored_ref: Any = None) -> None:
+        """Add the next rank's reply."""
+        self.all_refs.append(ref)
+        self.all_stored_refs.append(stored_ref)
+
     @property
     def what(self) -> str:
         return f"{self.role}.{self.method} on {self.group.name}"
 
+    @property
+    def refs(self) -> list[Any]:
+        """References to the replies with a result, to pass them to another call without reading them."""
+        return self.all_refs[:: self.stride]
+
+    @property
+    def stored_refs(self) -> list[Any]:
+        return self.all_stored_refs[:: self.stride]
+
     def replies(self, timeout_s: float | None) -> list[Reply]:
-        everything = self._wait(timeout_s)
-        return [everything[ref] for ref in self.refs]
+        return self._wait(timeout_s)[:: self.stride]
 
     def spans(self, timeout_s: float | None) -> list[Span]:
         return [
-            reply.span.on_clock(self.group.processes[reply.span.rank].clock_ahead_s)
-            for reply in self._wait(timeout_s).values()
+            reply.span.on_clock(self.group.processes[reply.span.rank].clock_ahead_s) for reply in self._wait(timeout_s)
         ]
 
     def has_ended(self, within_s: float) -> bool:
@@ -317,7 +323,7 @@ class PendingCall:
         return len(ready) == len(self.all_refs)
 
     def was_ended_by_death_of(self, process: Process) -> bool:
-        """Whether this call had reached a process, or was queued there, when it died."""
+        """Whether this call was running or queued in a process when the process died."""
         if process.rank >= len(self.all_refs):
             return False
         try:
@@ -328,33 +334,31 @@ class PendingCall:
             return False
         return False
 
-    def fetch(self, columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
+    def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         try:
-            return fetch_columns(columns)
+            return fetch_stored(replies)
         except WorkerError as error:
             raise (self.group.known_failure(error) or error) from None
 
-    def _wait(self, timeout_s: float | None) -> dict[Any, Reply]:
-        """Every rank's reply. An error of one rank is raised at once, though another may never answer."""
+    def _wait(self, timeout_s: float | None) -> list[Reply]:
+        """Every rank's reply. The error of one rank is raised at once, even if another one never replies."""
         if self._error is not None:
             raise self._error
         timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._replies is None:
-            wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            ready, missing = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=wait_s)
             try:
-                replies = ray.get(ready)
+                packed = ray.get(self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+            except GetTimeoutError:
+                self.group.raise_if_broken()
+                if time.monotonic() >= deadline:
+                    raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s") from None
             except RayError as error:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
-            if not missing:
-                self._replies = dict(zip(ready, map(unpack_reply, replies), strict=True))
+            else:
+                self._replies = list(map(unpack_reply, packed, self.all_stored_refs))
                 self.sources = ()
-                break
-            self.group.raise_if_broken()
-            if time.monotonic() >= deadline:
-                raise WorkerError(f"{self.what} has not ended after {timeout_s:g} s")
         return self._replies
 
 

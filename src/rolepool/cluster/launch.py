@@ -25,7 +25,6 @@ from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.slots import Slot
-from rolepool.protocol.remote import Producer
 from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -59,8 +58,11 @@ class Process:
     def __str__(self) -> str:
         return f"{self.pool} rank {self.rank} (node {self.address}, pid {self.pid})"
 
-    def producer(self, role: str, method: str) -> Producer:
-        return Producer(self.pool, role, self.rank, self.address, self.pid, method)
+    def error(self, problem: str, role: str, method: str) -> WorkerError:
+        """An error about a method that this process ran."""
+        return WorkerError(
+            problem, pool=self.pool, role=role, rank=self.rank, node=self.address, pid=self.pid, method=method
+        )
 
 
 def launch(

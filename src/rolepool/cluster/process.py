@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -30,22 +29,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
+from rolepool.cluster.calls import Call, pack_reply, resolve_arguments, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.inventory import detect_gpu_memory
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
+from rolepool.protocol.futures import Reply, reply_with
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
-from rolepool.protocol.remote import Producer, Reply, Share, leave_here
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
 logger = logging.getLogger(__name__)
 
-NUM_STORING_THREADS = 4
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -74,8 +73,8 @@ class WorkerProcess:
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
         self._store: TCPStore | None = None
-        self._storing = ThreadPoolExecutor(NUM_STORING_THREADS)
         self._address = ray.util.get_node_ip_address()
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
@@ -161,7 +160,7 @@ class WorkerProcess:
             self._failed_roles[name] = error
             raise
         self._reseed(name, context.seed)
-        return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s), self._producer(name, "__init__")))
+        return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s)))
 
     def _reseed(self, role: str, seed: int) -> None:
         self._switch_random_state(role)
@@ -171,11 +170,23 @@ class WorkerProcess:
 
     # Work
 
-    def run(self, packed: bytes, *objects: Any) -> bytes | Reply:
-        """Run a method of a role and answer with its span and its result, whose data stays here."""
+    def run(self, packed: bytes, stored: Sequence[Any], *direct: Any) -> bytes | Reply:
+        """Run a method of a role. The reply has its span and its result."""
+        return self._run(packed, stored, direct)[0]
+
+    @ray.method(num_returns=2)
+    def run_rows(
+        self, packed: bytes, stored: Sequence[Any], *direct: Any
+    ) -> tuple[bytes | Reply, dict[str, Encoded] | None]:
+        """The same for a method that returns rows. Their large columns are a second return value, which Ray keeps in
+        this node's shared memory, also if this process dies, and which those who need it fetch."""
+        return self._run(packed, stored, direct)
+
+    def _run(
+        self, packed: bytes, stored: Sequence[Any], direct: Sequence[Any]
+    ) -> tuple[bytes | Reply, dict[str, Encoded] | None]:
         start_s = time.time()
         call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
-        producer = self._producer(call.role, call.method)
         if self._context.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         with self._as_role(call.role, call.method), part_times() as times:
@@ -183,30 +194,26 @@ class WorkerProcess:
                 raise self._failed_roles[call.role]
             worker = self._roles[call.role]
             with part("fetch"):
-                args, kwargs, share = _resolved(call, objects)
-            result = getattr(worker, call.method)(*args, **kwargs)
+                call, share = resolve_arguments(call, direct, stored)
+            result = getattr(worker, call.method)(*call.args, **call.kwargs)
             if inspect.iscoroutine(result):
                 result = self._loop.run_until_complete(result)
-            handled = _handled((*args, *kwargs.values()), result)
-            is_answer = worker.context.tp_rank == 0 or not call.one_answer_per_dp_group
-            if not is_answer:
+            handled = _handled((*call.args, *call.kwargs.values()), result)
+            if call.one_reply_per_dp_group and worker.context.tp_rank:
                 result = None
             elif call.returns_rows:
                 result = without_padding(result, share)
-            batch = leave_here(result, producer, self._store_all) if isinstance(result, DataProto) else None
-        parts = times.seconds()
-        span = self._span(call.role, call.method, call.queued_s, start_s)._replace(
+            span = self._span(call.role, call.method, call.queued_s, start_s)
+            reply, large = reply_with(span, result)
+        span = span._replace(
+            end_s=time.time(),
             call=call.number,
             after=call.after,
-            peak_memory_bytes=_peak_memory_bytes(self._context.device),
-            parts=parts,
+            peak_memory_bytes=self._peak_memory_bytes(),
+            parts=times.seconds(),
             **handled,
         )
-        return pack_reply(Reply(span, producer, None if batch is not None else result, batch))
-
-    def _store_all(self, objects: list[Encoded]) -> list[Any]:
-        """Into shared memory, several at a time: storing one is mostly waiting for the node's store to answer."""
-        return list(self._storing.map(ray.put, objects))
+        return pack_reply(reply._replace(span=span)), large
 
     @contextmanager
     def _as_role(self, role: str, method: str) -> Iterator[None]:
@@ -230,14 +237,18 @@ class WorkerProcess:
         self._speaking = role
 
     def _named(self, error: Exception, role: str, method: str) -> WorkerError:
-        producer = self._producer(role, method)
+        pid, context = os.getpid(), self._context
+        who = f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
         if is_out_of_memory(error):
-            remedies = self._roles[role].less_memory(method)
-            return producer.error(explain_out_of_memory(str(producer), error, self._context.device, remedies))
-        if isinstance(error, RolepoolError):  # the user's to mend, by what it says and not by where it was noticed
-            return producer.error([*error.problems[:-1], f"{error.problems[-1]}; in {producer}"])
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return producer.error([f"{producer} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()])
+            problems = explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
+        elif isinstance(error, RolepoolError):  # the message says what the user can change
+            problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
+        else:
+            summary = "".join(traceback.format_exception_only(error)).strip()
+            problems = [f"{who} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()]
+        return WorkerError(
+            problems, pool=context.pool, role=role, rank=context.rank, node=self._address, pid=pid, method=method
+        )
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
         return Span(
@@ -252,8 +263,11 @@ class WorkerProcess:
             device="cpu" if self._context.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}",
         )
 
-    def _producer(self, role: str, method: str) -> Producer:
-        return Producer(self._context.pool, role, self._context.rank, self._address, os.getpid(), method)
+    def _peak_memory_bytes(self) -> int:
+        """On a GPU, the peak since the call began; on a CPU, the current memory of the process."""
+        if self._context.device != "cpu":
+            return torch.cuda.max_memory_allocated()
+        return int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
 
 
 def _device_for(wanted: str) -> str:
@@ -269,15 +283,6 @@ def _device_for(wanted: str) -> str:
     return "cpu"
 
 
-def _resolved(call: Call, objects: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any], Share | None]:
-    """The call's arguments, and which share of its batch this rank has."""
-    args = [resolve(argument, objects) for argument in call.args]
-    kwargs = {name: resolve(argument, objects) for name, argument in call.kwargs.items()}
-    shares = [share for _, share in (*args, *kwargs.values()) if share is not None]
-    values = {name: value for name, (value, _) in kwargs.items()}
-    return [value for value, _ in args], values, shares[0] if shares else None
-
-
 def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
     """How much a call handled, as its span tells it."""
     given = [value for value in arguments if isinstance(value, DataProto)]
@@ -288,13 +293,6 @@ def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
         "num_tokens": next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0),
         "num_bytes": sum(num_bytes(tensor) for one in given if one.batch is not None for tensor in one.batch.values()),
     }
-
-
-def _peak_memory_bytes(device: str) -> int:
-    """On a GPU the most since the call began; on a CPU what the process holds now."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 _RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]

@@ -28,6 +28,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,16 @@ class Encoded:
 
     def decode(self) -> Any:
         """The value; its tensors and arrays may be written to without anyone else seeing it."""
-        return pickle.loads(self.pickled, buffers=make_private(self.buffers))  # noqa: S301  # from our own processes
+        return decode_all([self])[0]
+
+
+def decode_all(values: Sequence[Encoded]) -> list[Any]:
+    """Several values of one message, for which its shared memory is mapped only once."""
+    buffers = iter(make_private([buffer for value in values for buffer in value.buffers]))
+    return [
+        pickle.loads(value.pickled, buffers=list(islice(buffers, len(value.buffers))))  # noqa: S301  # our own processes
+        for value in values
+    ]
 
 
 def encode(value: Any) -> Encoded:

@@ -1,29 +1,147 @@
-"""Futures: the result of a call before it is there, and before its data is fetched.
+"""Results of calls: what a rank replies, the batch that the replies make up, and the future of it.
 
-Owns what can be done with a result without touching its data: handing it on, choosing keys, adding keys, changing the
-order of rows. Waiting and fetching are a `Pending`'s, which `rolepool.cluster` hands in.
+A rank's resulting batch is described by a small header in its reply; large columns are stored beside it, and whoever
+reads them fetches them from there. So this module can join, choose and reorder rows and keys of a result without
+touching its data. How a call is waited for and how stored columns are fetched belongs to `rolepool.cluster`, which
+passes in a `Pending`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from rolepool.errors import DataError
+from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
+from rolepool.protocol.columns import merge_meta_info
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.remote import Producer, Reply, RowNumbers, batches_of, gather_rows, pick_rows, value_of
+from rolepool.protocol.encoding import Encoded, decode_all, encode
 
+RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
-"""Which keys to take; None: all."""
+"""Which keys to use; None means all."""
+INLINE_BYTES = 64 * 1024
+"""The smallest columns of a batch travel in its header, up to this size together; the others are stored."""
+
+
+# --- what a rank replies ------------------------------------------------------------------------------------------
+
+
+class BatchHeader(NamedTuple):
+    """The batch that one rank returned, without its large columns."""
+
+    num_rows: int
+    batch_size: tuple[int, ...] | None
+    small: dict[str, Encoded]
+    large: tuple[str, ...]
+    """The names of the stored columns."""
+    meta_info: Encoded
+
+
+class Reply(NamedTuple):
+    """What a rank replies to a call: its span, and a value or the header of a batch."""
+
+    span: Span
+    value: Encoded | None = None
+    header: BatchHeader | None = None
+    stored: Any = None
+    """A reference to the large columns, a dict of Encoded. It is added by the process that reads the reply."""
+
+    @property
+    def maker(self) -> str:
+        """The process and method that replied, for messages."""
+        span = self.span
+        return f"{span.pool} rank {span.rank} ({span.role}.{span.method}, node {span.node})"
+
+    def error(self, problem: str) -> WorkerError:
+        """An error about the process that replied."""
+        span = self.span
+        return WorkerError(problem, pool=span.pool, role=span.role, rank=span.rank, node=span.node, method=span.method)
+
+
+def reply_with(span: Span, result: Any) -> tuple[Reply, dict[str, Encoded] | None]:
+    """The reply for a result, and the columns that are to be stored beside it."""
+    if not isinstance(result, DataProto):
+        return Reply(span, None if result is None else encode(result)), None
+    columns = {key: encode(column) for key, column in result.columns().items()}
+    by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
+    ends = np.cumsum([columns[key].num_bytes for key in by_size])
+    large = {key: columns.pop(key) for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES}
+    batch_size = None if result.batch is None else tuple(result.batch.batch_size)
+    header = BatchHeader(len(result), batch_size, columns, tuple(large), encode(result.meta_info))
+    return Reply(span, None, header), large or None
+
+
+Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]
+"""The stored columns of these replies."""
+
+
+def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
+    """Each rank's result, with its data."""
+    return [
+        gather_rows([reply], None, None, fetch) if reply.header else reply.value.decode() if reply.value else None
+        for reply in replies
+    ]
+
+
+def headers_of(replies: Iterable[Reply]) -> list[BatchHeader]:
+    """The headers of replies that must be batches."""
+    headers = []
+    for reply in replies:
+        if reply.header is None:
+            kind = "None" if reply.value is None else type(reply.value.decode()).__name__
+            raise DataError(f"{reply.maker} returned {kind}, and a batch is needed")
+        headers.append(reply.header)
+    return headers
+
+
+def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
+    """These rows (None: all) of the batch whose parts the replies are. Only the parts that hold them are fetched."""
+    headers = headers_of(replies)
+    ends = np.cumsum([header.num_rows for header in headers])
+    rows = np.arange(ends[-1]) if rows is None else rows
+    if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
+        raise DataError(f"rows {rows.min()} to {rows.max()} were asked for, and the batch has {ends[-1]}")
+    part_of_row = np.searchsorted(ends, rows, side="right")
+    used = [int(index) for index in np.unique(part_of_row)] or [0]
+    names = [*headers[used[0]].small, *headers[used[0]].large]
+    for index in used:
+        others = [*headers[index].small, *headers[index].large]
+        if set(others) != set(names):
+            makers = replies[used[0]].maker, replies[index].maker
+            raise DataError(f"{makers[0]} returned the keys {sorted(names)}, {makers[1]} {sorted(others)}")
+    names = [name for name in names if keys is None or name in keys]
+    with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
+    stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
+    parts = []
+    for index in used:
+        header, encoded = headers[index], headers[index].small | stored.get(index, {})
+        columns = dict(zip(names, decode_all([encoded[name] for name in names]), strict=True))
+        part = DataProto.from_columns(columns, header.batch_size, {})
+        inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
+        parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
+    joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
+    joined.meta_info = merge_meta_info([header.meta_info.decode() for header in headers])
+    is_in_order = (np.diff(part_of_row) >= 0).all()
+    return joined if is_in_order else joined[np.argsort(np.argsort(part_of_row, kind="stable"))]
+
+
+def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
+    """The rows with these numbers; without a copy if they are consecutive."""
+    is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_range else batch[rows]
+    return picked
+
+
+# --- futures ------------------------------------------------------------------------------------------------------
 
 
 class Pending(Protocol):
-    """A call under way on the ranks of a group."""
+    """A call that was made on the ranks of a group."""
 
     number: int
 
@@ -31,27 +149,23 @@ class Pending(Protocol):
     def what(self) -> str:
         """The call in words, for errors."""
 
-    @property
-    def refs(self) -> Sequence[Any]:
-        """Handles of the replies of the ranks that answer, for handing them to another call unseen."""
-
     def replies(self, timeout_s: float | None) -> list[Reply]:
-        """Wait for the ranks that answer, in rank order. Raises WorkerError."""
+        """Wait for the ranks that return a result, in rank order. Raises WorkerError."""
 
     def spans(self, timeout_s: float | None) -> list[Span]:
         """Wait for all ranks; what each did."""
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether every rank has answered or failed."""
+        """Whether every rank has replied or failed."""
 
-    def fetch(self, columns: Sequence[tuple[Any, Producer]]) -> list[Any]:
-        """The values of columns of its replies."""
+    def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
+        """The stored columns of replies."""
 
 
 class CallFuture:
     """The result of a call (or of several, one after another). `get()` waits for it.
 
-    Given to another call, it is waited for there.
+    If it is passed to another call, the wait happens in that call's workers.
     """
 
     def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Any]], Any]) -> None:
@@ -60,19 +174,19 @@ class CallFuture:
 
     @property
     def sources(self) -> Iterable[Pending]:
-        """The calls whose results are in it."""
+        """The calls whose results it contains."""
         return self.calls
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for every rank and return the result. Raises WorkerError when a rank failed or died."""
-        return self.collect([value_of(reply, call.fetch) for call in self.calls for reply in call.replies(timeout_s)])
+        """Wait for every rank and return the result. Raises WorkerError if a rank failed or died."""
+        return self.collect(values_of(replies_of(self.calls, timeout_s), self.calls[0].fetch))
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
-        """Wait, and say what every rank did from when to when."""
+        """Wait, and return what every rank did from when to when."""
         return [span for call in self.calls for span in call.spans(timeout_s)]
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
+        """Whether every rank has replied or failed."""
         return all(call.has_ended(within_s=0) for call in self.calls)
 
     def __repr__(self) -> str:
@@ -81,9 +195,9 @@ class CallFuture:
 
 @dataclass(frozen=True, eq=False)
 class Stripe:
-    """Some keys of a batch, for all of its rows: in the results of calls, one after another, or here.
+    """Some keys of a batch, for all of its rows. They come from the results of calls or from a batch of the driver.
 
-    `order` picks and orders the rows.
+    `order` chooses and orders the rows.
     """
 
     source: tuple[Pending, ...] | DataProto
@@ -91,25 +205,24 @@ class Stripe:
     order: RowNumbers | None = None
 
     def num_rows(self) -> int:
-        """Waits for the headers of a result where nothing else tells."""
+        """Waits for the headers of the result if nothing else tells the number."""
         if self.order is not None:
             return len(self.order)
         if isinstance(self.source, DataProto):
             return len(self.source)
-        return sum(batch.num_rows for batch in batches_of(_replies(self.source, None)))
+        return sum(header.num_rows for header in headers_of(replies_of(self.source, None)))
 
     def load(self, keys: Keys, timeout_s: float | None) -> DataProto:
         wanted = intersection(self.keys, keys)
         if isinstance(self.source, DataProto):
             return rows_with_keys(self.source, self.order, wanted)
-        batches = batches_of(_replies(self.source, timeout_s))
-        return gather_rows(batches, self.order, wanted, self.source[0].fetch)
+        return gather_rows(replies_of(self.source, timeout_s), self.order, wanted, self.source[0].fetch)
 
 
 class DataProtoFuture(CallFuture):
-    """A batch before it is there. Given to another call, its data goes from worker to worker and not through here.
+    """The future of a batch. If it is passed to another call, its data goes from worker to worker, not via the driver.
 
-    `select`, `union`, `reorder`, `chunk` and `concat` return new futures and move nothing. Unlike on DataProto, none
+    `select`, `union`, `reorder`, `chunk` and `concat` return new futures and move no data. Unlike on DataProto, none
     of them changes the future it is called on.
     """
 
@@ -125,15 +238,15 @@ class DataProtoFuture(CallFuture):
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait, fetch (these keys only) and return the batch.
 
-        A method that returned lists gives them joined, one that returned anything else a list of its results.
+        If the method returned lists, they are joined; if it returned anything else, a list of the results.
         """
-        if self._is_plain and any(reply.batch is None for reply in _replies(self.calls, timeout_s)):
+        if self._is_plain and any(reply.header is None for reply in replies_of(self.calls, timeout_s)):
             return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
         return join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes])
 
     def __len__(self) -> int:
-        """Number of rows; waits for the result's header, not for its data."""
+        """Number of rows. Waits for the result's header, not for its data."""
         return self.stripes[0].num_rows()
 
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
@@ -142,7 +255,7 @@ class DataProtoFuture(CallFuture):
         return self._with(replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
-        """With the keys of another batch of as many rows, which win where both have a key."""
+        """With the keys of another batch of as many rows. If both have a key, the other batch's column is used."""
         return self._with((*self.stripes, *stripes_of(other)))
 
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
@@ -156,7 +269,7 @@ class DataProtoFuture(CallFuture):
         """As many parts of equal size. Waits for the header, to know the number of rows."""
         total = len(self)
         if chunks < 1 or total % chunks:
-            raise DataError(f"{total} rows cannot be cut into {chunks} equal parts")
+            raise DataError(f"{total} rows cannot be split into {chunks} equal parts")
         return [self.reorder(part) for part in np.arange(total).reshape(chunks, -1)]
 
     @staticmethod
@@ -174,12 +287,12 @@ def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:
     return batch.stripes if isinstance(batch, DataProtoFuture) else (Stripe(batch),)
 
 
-def _replies(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]:
+def replies_of(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]:
     return [reply for call in calls for reply in call.replies(timeout_s)]
 
 
 def collect_first(results: list[Any]) -> Any:
-    """The only rank's result."""
+    """The result of the only rank."""
     return results[0]
 
 
@@ -189,7 +302,7 @@ def collect_list(results: list[Any]) -> list[Any]:
 
 
 def collect_batches(results: list[Any]) -> Any:
-    """What the ranks of a cut batch returned, put together: batches and lists joined, others in a list."""
+    """The results of ranks that each had a part of a batch: batches and lists are joined, others stay in a list."""
     if all(isinstance(result, DataProto) for result in results):
         return DataProto.concat(results)
     if all(isinstance(result, list) for result in results):
@@ -198,8 +311,8 @@ def collect_batches(results: list[Any]) -> Any:
 
 
 def join_stripes(parts: Sequence[DataProto]) -> DataProto:
-    """One batch of all the keys; a later part wins where two have a key. A part without keys has no rows to match."""
-    if len({len(part) for part in parts if part.columns()}) > 1:
+    """One batch with all the keys. If two parts have a key, the later one's column is used."""
+    if len({len(part) for part in parts if part.columns()}) > 1:  # a part without keys has no rows to compare
         sizes = ", ".join(f"{sorted(part.columns())}: {len(part)}" for part in parts)
         raise DataError(f"batches of different numbers of rows cannot be one batch: {sizes}")
     columns, meta_info = {}, {}
@@ -217,8 +330,8 @@ def intersection(one: Keys, other: Keys) -> Keys:
 
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
-    """These rows (None: all) of those of the keys that it has."""
+    """These rows (None: all) of those of the keys that the batch has."""
     columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
     chosen = batch.like(columns, len(batch))
-    without_rows = len(chosen) < len(batch)  # none of its arrays is among the keys, so there is nothing to pick from
-    return chosen if rows is None or without_rows else pick_rows(chosen, rows)
+    has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys
+    return chosen if rows is None or has_no_rows else pick_rows(chosen, rows)
