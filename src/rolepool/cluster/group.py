@@ -229,12 +229,12 @@ class RoleProxy:
             one_reply_per_dp_group=spec.dispatch in PER_DP_GROUP,
             returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
         )
-        in_lists = spec.dispatch in LISTS
-        messages = [pack_call(call, spec.reads, num_parts, index, in_lists=in_lists) for index in range(num_parts)]
-        ranks_per_part = len(processes) // num_parts
         pending = PendingCall(self.group, self.role_name, name, call.number, sources=sources)
+        ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
-            packed, objects = messages[rank // ranks_per_part]
+            if rank % ranks_per_part == 0:  # the ranks of an earlier part are already at work
+                part = rank // ranks_per_part
+                packed, objects = pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
             method = process.actor.run_rows if call.returns_rows else process.actor.run
             made = method.remote(packed, objects.stored, *objects.direct)
             pending.add(*(made if call.returns_rows else [made]))
