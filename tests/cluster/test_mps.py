@@ -18,9 +18,8 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster, mps
-from rolepool.cluster.launch import launch
+from rolepool.cluster.launch import Node, launch
 from rolepool.cluster.mps import CONTROL, MpsDaemon
-from rolepool.cluster.nodes import Node
 from rolepool.errors import PlacementError
 
 FAKE = Path(__file__).with_name("fake_mps") / CONTROL

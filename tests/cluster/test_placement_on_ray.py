@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster
-from rolepool.cluster.nodes import live_nodes
+from rolepool.cluster.launch import live_nodes
 from rolepool.errors import ConfigError, PlacementError, WorkerError
 from rolepool.placement import Plan
 

@@ -137,8 +137,16 @@ class WorkerGroup:
         for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
             group = groups[process.pool]
             ended = group._call_ended_by(process) or call
-            problem = f"{process} died during {ended.role}.{ended.method}: {reason}"
-            errors.append(process.error(problem, ended.role, ended.method))
+            death = WorkerError(
+                f"{process} died during {ended.role}.{ended.method}: {reason}",
+                pool=process.pool,
+                role=ended.role,
+                rank=process.rank,
+                node=process.address,
+                pid=process.pid,
+                method=ended.method,
+            )
+            errors.append(death)
             group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:

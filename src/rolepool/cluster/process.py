@@ -49,12 +49,12 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class Whereabouts(NamedTuple):
-    """What a process says of itself before it has a rank."""
+    """What a process says about itself before it has a rank."""
 
-    node_id: str
     address: str
-    gpus: tuple[int, ...]
     pid: int
+    node_id: str
+    gpus: tuple[int, ...]
     gpu_memory_bytes: int | None
     """None on a CPU slot."""
 
@@ -79,7 +79,7 @@ class WorkerProcess:
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
         memory = detect_gpu_memory() if gpus else None
-        return Whereabouts(ray.get_runtime_context().get_node_id(), self._address, gpus, os.getpid(), memory)
+        return Whereabouts(self._address, os.getpid(), ray.get_runtime_context().get_node_id(), gpus, memory)
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:

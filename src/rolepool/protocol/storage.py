@@ -69,10 +69,12 @@ def load(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[st
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
         raise DataError(f"{path} is not a file that save_to_disk wrote: {error}") from error
     tensor_keys, array_keys = content["keys"]
-    columns = {}
-    for key in tensor_keys:
-        parts = tensors.get(f"batch/{key}/values"), tensors.get(f"batch/{key}/offsets")
-        columns[key] = tensors[f"batch/{key}"] if parts[0] is None else ragged_from_parts(*parts)
+    columns = {
+        key: tensors[f"batch/{key}"]
+        if f"batch/{key}" in tensors
+        else ragged_from_parts(tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"])
+        for key in tensor_keys
+    }
     arrays = {
         key: object_array(content["objects"][key]) if key in content["objects"] else tensors[f"arrays/{key}"].numpy()
         for key in array_keys
