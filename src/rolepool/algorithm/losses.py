@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.kl import MAX_LOG_RATIO, masked_kl_penalty
 from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
 from rolepool.algorithm.registry import register_policy_loss
+
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,6 @@ def compute_policy_loss_vanilla(
     pg_clipfrac (fraction of tokens with the clipped term), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
     (fraction of tokens limited by c).
     """
-    if clip_ratio_c <= 1:
-        raise ValueError(f"clip_ratio_c must be above 1, not {clip_ratio_c}")
-    counts = LossCounts.of(response_mask) if counts is None else counts
     advantages = keep_masked(advantages, response_mask)
     log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -134,7 +133,6 @@ def compute_value_loss(
     vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss it is a share of
     the mini-batch's token mean, without gradient.
     """
-    counts = LossCounts.of(response_mask) if counts is None else counts
     vpreds, returns, values = (keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values))
     unclipped = (vpreds - returns).square()
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
@@ -142,22 +140,36 @@ def compute_value_loss(
     return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
 
 
-def compute_kl_loss(
-    log_prob: Tensor,
-    ref_log_prob: Tensor,
-    response_mask: Tensor,
-    kl_loss_type: str,
-    loss_agg_mode: str,
-    *,
-    counts: LossCounts | None = None,
-) -> Tensor:
-    """`kl_penalty(log_prob, ref_log_prob, kl_loss_type)` of every token of the mask, aggregated.
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL divergence", 2020).
 
-    Multiply it by its coefficient and add it to the loss.
+    With d = log p - log q, p the policy and q the reference:
+
+    kl, k1          d                  unbiased, may be negative
+    abs             |d|
+    mse, k2         d^2 / 2            biased, low variance
+    low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
+                                       10, so that one outlier token cannot dominate the batch; such a token has no
+                                       gradient
     """
-    kl_bt = masked_kl_penalty(log_prob, ref_log_prob, response_mask, kl_loss_type)
-    return agg_loss(kl_bt, response_mask, loss_agg_mode, counts=counts)
+    difference = logprob - ref_logprob
+    match kl_penalty:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case "low_var_kl" | "k3":
+            clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
+    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
 
 
-def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts) -> Tensor:
+def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
+    """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
+    return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
+
+
+def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:
     return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)

@@ -31,14 +31,14 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
     return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
 
 
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i; / n if not unbiased. 0 for fewer than two tokens."""
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i. 0 for fewer than two tokens."""
     squares = (keep_masked(values, mask) - masked_mean(values, mask)).square()
-    return masked_sum(squares, mask) / (mask.bool().sum() - int(unbiased)).clamp(min=1)
+    return masked_sum(squares, mask) / (mask.bool().sum() - 1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere; the mean is added back if not shift_mean.
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere.
 
     Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
     equal numbers may differ from them by rounding, which the division would multiply by up to 10,000.
@@ -47,7 +47,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     differences = keep_masked(values.double() - first, mask)
     mean = masked_mean(differences, mask)
     whitened = (differences - mean) * torch.rsqrt(masked_var(differences, mask) + WHITEN_EPSILON)
-    return keep_masked(whitened if shift_mean else whitened + mean + first, mask).to(values.dtype)
+    return keep_masked(whitened, mask).to(values.dtype)
 
 
 def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
