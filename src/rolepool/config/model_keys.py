@@ -6,17 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from rolepool.config.base import (
-    Count,
-    CountOrMinusOne,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Positive,
-    Ratio,
-    Section,
-    follows,
-)
+from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
 from rolepool.config.functions import PolicyLossName
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -69,7 +59,7 @@ class PolicyModelConfig(Section):
     """Pack sequences without padding."""
     trust_remote_code: bool = False
     """Run Python code from the model folder. Set it only for folders that you trust."""
-    lora_rank: CountOrZero = 0
+    lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: Count = 16
     """Scale of LoRA adapters."""
