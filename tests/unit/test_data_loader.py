@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
-from rolepool.data import PromptLoader, PromptSet, load_tokenizer, train_prompts, validation_batches
 from rolepool.data.demo import LETTERS, make_demo
+from rolepool.data.loader import PromptLoader, validation_batches
+from rolepool.data.prompts import PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 
@@ -36,7 +37,7 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) 
     file = folder / f"{num_rows}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = load_config(overrides=[f"data.train_files={file}", "data.max_prompt_length=8"]).config
-    return train_prompts(config, tokenizer)
+    return PromptSet("train", config, tokenizer)
 
 
 @pytest.fixture

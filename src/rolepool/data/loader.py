@@ -35,37 +35,30 @@ class PromptLoader:
                 f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
                 f"use at most {len(prompts)}"
             )
-        self._prompts = prompts
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._start_epoch(0)
-
-    @property
-    def num_steps_per_epoch(self) -> int:
-        return len(self._prompts) // self._batch_size
-
-    @property
-    def epoch(self) -> int:
+        self._prompts, self._batch_size = prompts, batch_size
+        self._identity: dict[str, Any] = {"num_rows": len(prompts), "digest": prompts.digest}
+        self._identity.update(seed=seed, shuffle=shuffle)
+        self.num_steps_per_epoch = len(prompts) // batch_size
+        self.epoch = -1
         """The epoch of the next batch; the first is 0."""
-        return self._epoch
+        self._move_to(0, 0)
 
     def next_batch(self) -> DataProto:
         """The next `batch_size` prompts; see `batch_of` for the columns."""
         rows = self._order[self._index : self._index + self._batch_size].tolist()
-        batch = batch_of(self._prompts, rows, f"epoch{self._epoch}")
-        self._move_to(self._epoch, self._index + self._batch_size)
+        batch = batch_of(self._prompts, rows, f"epoch{self.epoch}")
+        self._move_to(self.epoch, self._index + self._batch_size)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and in which data; only numbers and strings."""
-        return {"epoch": self._epoch, "index": self._index, **self._identity()}
+        return {"epoch": self.epoch, "index": self._index, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position that `state_dict` returned. Raises DataError if the data or its order has changed."""
         try:
             epoch, index = int(state["epoch"]), int(state["index"])
-            changed = {key: (state[key], now) for key, now in self._identity().items() if state[key] != now}
+            changed = {key: (state[key], now) for key, now in self._identity.items() if state[key] != now}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
@@ -78,27 +71,15 @@ class PromptLoader:
             raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
         self._move_to(epoch, index)
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": len(self._prompts),
-            "digest": self._prompts.digest,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
-
     def _move_to(self, epoch: int, index: int) -> None:
         """Move to row `index` of an epoch, or to the next epoch if less than a batch is left in it."""
         if index + self._batch_size > len(self._prompts):
             epoch, index = epoch + 1, 0
-        if epoch != self._epoch:
-            self._start_epoch(epoch)
-        self._index = index
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._index = epoch, 0
-        self._order = np.arange(len(self._prompts))
-        if self._shuffle:
-            np.random.default_rng([self._seed, epoch]).shuffle(self._order)
+        if epoch != self.epoch:
+            self._order = np.arange(len(self._prompts))
+            if self._identity["shuffle"]:
+                np.random.default_rng([self._identity["seed"], epoch]).shuffle(self._order)
+        self.epoch, self._index = epoch, index
 
 
 def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:
