@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from rolepool.algorithm.masked import (
+from rolepool.algorithm.losses import (
     compute_explained_variance,
     masked_mean,
     masked_sum,

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
-from rolepool.config.loading import nearest_key, show
+from rolepool.config.loading import show, unknown_key
 from rolepool.config.schema import all_keys, all_sections
 from rolepool.errors import ConfigError, RolepoolError
 
@@ -563,7 +563,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_one(written: str, meant: st
 @pytest.mark.parametrize("key", list(all_keys()))
 def test_a_slip_in_any_key_is_answered_with_that_key(key: str) -> None:
     middle = len(key) - 3
-    assert nearest_key(key[:middle] + key[middle + 1 :]) == key
+    assert unknown_key(key[:middle] + key[middle + 1 :]) == f"unknown key; did you mean {key}?"
 
 
 def test_a_key_like_no_other_is_sent_to_the_list() -> None:

@@ -146,10 +146,10 @@ def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(prompts
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"seed": 9}, "trainer.seed if that is null): was 9, is 3"),
-        ({"shuffle": False}, "data.shuffle: was False, is True"),
-        ({"num_rows": 12}, "the number of prompts: was 12, is 10"),
-        ({"digest": "0"}, "the prompts (files, tokenizer or template): was 0"),
+        ({"seed": 9}, "seed was 9, is 3"),
+        ({"shuffle": False}, "shuffle was False, is True"),
+        ({"num_rows": 12}, "num_rows was 12, is 10"),
+        ({"digest": "0"}, "digest was 0, is "),
         ({"epoch": None}, "cannot be read"),
         ({"index": 10}, "epoch 0, row 10 of 10 rows"),
         ({"index": -1}, "epoch 0, row -1 of 10 rows"),

@@ -1,8 +1,11 @@
-"""The losses of policy and critic. They do not depend on how a mini-batch is split.
+"""Statistics over the tokens of a mask, KL estimators, and the losses of policy and critic.
 
-Every loss and every metric here is a sum over rows divided by a count of the *whole* mini-batch. With the counts of the
-whole mini-batch (`LossCounts`), a call on some of its rows returns their share, and the shares of all micro-batches and
-ranks add up to the result of one call on all rows:
+A mask is 1 (or True) for a token that is kept and 0 for a token that is dropped, anywhere in the row. The value of a
+dropped token, even NaN or inf, does not affect any result or gradient. Sums and means of no tokens are 0.
+
+The losses do not depend on how a mini-batch is split. Every loss and every metric here is a sum over rows divided by a
+count of the *whole* mini-batch. With the counts of the whole mini-batch (`LossCounts`), a call on some of its rows
+returns their share, and the shares of all micro-batches and ranks add up to the result of one call on all rows:
 
     counts = LossCounts.of(response_mask_of_the_mini_batch)
     loss   = sum over micro-batches and ranks of compute_..._loss(micro_batch, ..., counts=counts)
@@ -20,11 +23,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
 from rolepool.algorithm.registry import register_policy_loss
+from rolepool.errors import DataError
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
+WHITEN_EPSILON = 1e-8
+
+
+def keep_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values if mask is 1, exactly 0 otherwise: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
+    if values.shape != mask.shape:
+        raise DataError(f"values of shape {tuple(values.shape)} do not match a mask of shape {tuple(mask.shape)}")
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i, over all axes or over `axis`."""
+    return keep_masked(values, mask).sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 if no token is kept."""
+    return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i. 0 for fewer than two tokens."""
+    squares = (keep_masked(values, mask) - masked_mean(values, mask)).square()
+    return masked_sum(squares, mask) / (mask.bool().sum() - 1).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere.
+
+    Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
+    equal numbers may differ from them by rounding, which the division would multiply by up to 10,000.
+    """
+    first = values[mask.bool()][:1].sum().double()
+    differences = keep_masked(values.double() - first, mask)
+    mean = masked_mean(differences, mask)
+    whitened = (differences - mean) * torch.rsqrt(masked_var(differences, mask) + WHITEN_EPSILON)
+    return keep_masked(whitened, mask).to(values.dtype)
+
+
+def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
+    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant one."""
+    errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
+    return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL divergence", 2020).
+
+    With d = log p - log q, p the policy and q the reference:
+
+    kl, k1          d                  unbiased, may be negative
+    abs             |d|
+    mse, k2         d^2 / 2            biased, low variance
+    low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
+                                       10, so that one outlier token cannot dominate the batch; such a token has no
+                                       gradient
+    """
+    difference = logprob - ref_logprob
+    match kl_penalty:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case "low_var_kl" | "k3":
+            clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
+    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
+
+
+def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
+    """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
+    return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
 
 
 @dataclass(frozen=True)
@@ -138,37 +215,6 @@ def compute_value_loss(
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
     loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
     return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
-
-
-def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL divergence", 2020).
-
-    With d = log p - log q, p the policy and q the reference:
-
-    kl, k1          d                  unbiased, may be negative
-    abs             |d|
-    mse, k2         d^2 / 2            biased, low variance
-    low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
-                                       10, so that one outlier token cannot dominate the batch; such a token has no
-                                       gradient
-    """
-    difference = logprob - ref_logprob
-    match kl_penalty:
-        case "kl" | "k1":
-            return difference
-        case "abs":
-            return difference.abs()
-        case "mse" | "k2":
-            return 0.5 * difference.square()
-        case "low_var_kl" | "k3":
-            clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
-
-
-def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
-    """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
-    return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
 
 
 def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:

@@ -34,7 +34,7 @@ def _about_models(config: Config) -> Iterator[str]:
         yield f"critic.enable=false: algorithm.adv_estimator={name} needs a critic; set critic.enable=null"
     if config.reward_model.enable and config.reward_model.model.path is None:
         yield "reward_model.model.path=null: reward_model.enable=true needs a model; set its folder or hub id"
-    # Log-probs of training responses are divided by the temperature even if decoding is greedy.
+    # Training divides logits by the temperature, even if decoding is greedy.
     training, validation = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"
     wrong = [training] if rollout.temperature == 0 else []
     wrong += [validation] if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0 else []
@@ -48,7 +48,7 @@ def _about_models(config: Config) -> Iterator[str]:
 def _about_batches(config: Config) -> Iterator[str]:
     actor, critic, total = config.actor_rollout_ref.actor, config.critic, config.data.train_batch_size
     minis = {critic.ppo_mini_batch_size: "critic"} if config.uses_critic else {}
-    minis[actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"  # the critic's size, if equal, is not reported as well
+    minis[actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"  # if both sizes are equal, only the actor's is reported
     for mini, section in minis.items():
         if total % mini:
             key, fix = f"{section}.ppo_mini_batch_size={mini}", divisor_near(total, mini)

@@ -105,8 +105,8 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
                 problems.append(problem)
             else:
                 leaves[path] = _merged(leaves.get(path), value, path)
-    tree, broken = _resolve(leaves, problems)
-    config = _validate(tree, broken, leaves, problems)
+    resolved, broken = _resolve(leaves, problems)
+    config = _validate(resolved, broken, leaves, problems)
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -127,14 +127,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def nearest_key(path: str) -> str | None:
-    """The key that a mistyped one most likely means."""
+def unknown_key(path: str) -> str:
+    """The message for a key that does not exist, with the key that the user most likely means."""
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     close = [key for key in keys if key.endswith(f".{path}")]
     for candidates, cutoff in ((keys, 0.75), (same_leaf, 0.0), (keys, 0.5)):
         close = close or difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)
-    return close[0] if close else None
+    return f"unknown key; did you mean {close[0]}?" if close else "unknown key; `rolepool config` lists all keys"
 
 
 # Reading files and overrides
@@ -158,10 +158,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
-    try:
+    with explained(f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE):
         tree: Any = _plain(_parse_value(value, all_keys().get(path)))
-    except UNPARSABLE as error:
-        raise ConfigError(f"{path}={show(value)}: not valid YAML ({one_line(error)}); put text in quotes") from None
     for name in reversed(path.split(".")):
         tree = {name: tree}
     return dict(tree)
@@ -171,10 +169,11 @@ def _parse_value(text: str, key: Key | None) -> Any:
     """YAML, except that an unquoted word stays text for a text key, and `{a:1}` needs no space after the colon."""
     stripped = text.strip()
     if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
-        return stripped
-    if stripped[:1] in ("{", "["):
-        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text)
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+        parsed = OmegaConf.create({"value": stripped})
+    else:
+        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text) if stripped[:1] in ("{", "[") else text
+        parsed = OmegaConf.from_dotlist([f"value={text}"])
+    return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload,index]
 
 
 def _plain(value: Any) -> Any:
@@ -202,9 +201,8 @@ def _problem_with(path: str, value: Any) -> str | None:
         return f"{path}=???: has no value yet; set one, or leave the key out to use its default"
     if path in all_keys():
         return None
-    reasons = (reason for pattern, reason in UNSUPPORTED.items() if re.fullmatch(rf"{pattern}(\..*)?", path))
-    reason = next(reasons, None)
-    return f"{path}={show(value)}: {f'not supported: {reason}' if reason else unknown_key(path)}"
+    reasons = [reason for pattern, reason in UNSUPPORTED.items() if re.fullmatch(rf"{pattern}(\..*)?", path)]
+    return f"{path}={show(value)}: {f'not supported: {reasons[0]}' if reasons else unknown_key(path)}"
 
 
 def _merged(old: Any, new: Any, path: str = "") -> Any:
@@ -214,12 +212,6 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
     if path == "placement.pools":  # a pool may also be written as a list
         old = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in old.items()}
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
-
-
-def unknown_key(path: str) -> str:
-    """The message for a key that does not exist."""
-    meant = nearest_key(path)
-    return f"unknown key; did you mean {meant}?" if meant else "unknown key; `rolepool config` lists all keys"
 
 
 # Resolving and validating
@@ -235,25 +227,19 @@ def _defaults() -> DictConfig:
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
-    """The defaults, replaced by the user's values; and the keys whose `${...}` is wrong, which keep their defaults."""
+    """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved."""
     tree, broken = copy.deepcopy(_defaults()), set[str]()
-
-    def set_value(path: str) -> None:
-        OmegaConf.update(tree, path, leaves[path], merge=False)
-
-    def resolve(path: str) -> None:
-        value = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True)
-
-    for action in (set_value, resolve):  # a reference may name a key that is set later
-        for path in [path for path in leaves if path not in broken]:
-            try:
-                action(path)
-            except UNPARSABLE as error:
-                reason = f"the reference cannot be resolved ({one_line(error)})"
-                problems.append(f"{path}={show(leaves[path])}: {reason}")
-                broken.add(path)
+    for path, value in leaves.items():
+        OmegaConf.update(tree, path, value, merge=False)
+    references = {path: value for path, value in leaves.items() if "${" in str(value)}
+    for path, value in references.items():
+        try:
+            resolved = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(resolved):
+                OmegaConf.to_container(resolved, resolve=True)
+        except UNPARSABLE as error:
+            problems.append(f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})")
+            broken.add(path)
     return tree, broken
 
 

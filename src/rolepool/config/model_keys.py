@@ -14,18 +14,16 @@ KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class FsdpConfig(Section):
+class RefFsdpConfig(Section):
     param_offload: bool = False
     """Keep the role's weights in host memory while the role is idle."""
+
+
+class FsdpConfig(RefFsdpConfig):
     optimizer_offload: bool = False
     """Keep the role's optimizer states in host memory except during its update."""
     fsdp_size: CountOrMinusOne = -1
     """Number of ranks that one copy of the weights is sharded over; -1 uses the whole pool. Must divide the pool."""
-
-
-class RefFsdpConfig(Section):
-    param_offload: bool = False
-    """Keep the reference's weights in host memory while the role is idle."""
 
 
 class OptimConfig(Section):

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,22 +68,18 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
     if place.exists() and (not place.is_dir() or (any(place.iterdir()) and version is None)):
         raise ConfigError(f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo")
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-    try:
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        new, old = Demo(temporary / "new"), temporary / "old"
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as temporary:
+        new = Demo(Path(temporary) / "new")
         new.folder.mkdir()
         _write(new)
         if _version_of(place) not in (None, VERSION):
             with suppress(FileNotFoundError):  # another process has moved it
-                place.rename(old)
+                place.rename(Path(temporary) / "old")
         try:
             new.folder.rename(place)
         except OSError:
             if _version_of(place) != VERSION:  # otherwise another process has made the same folder
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return demo
 
 

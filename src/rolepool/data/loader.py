@@ -17,14 +17,6 @@ from rolepool.data.prompts import PromptSet
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 
-IDENTITY_FIELDS = {
-    "num_rows": "the number of prompts",
-    "digest": "the prompts (files, tokenizer or template)",
-    "seed": "the seed (data.seed, or trainer.seed if that is null)",
-    "shuffle": "data.shuffle",
-}
-"""What must be the same to resume at a saved position, and how errors name it."""
-
 
 class PromptLoader:
     """An endless sequence of training batches. The last rows of an epoch are dropped if they do not fill a batch."""
@@ -36,6 +28,7 @@ class PromptLoader:
                 f"use at most {len(prompts)}"
             )
         self._prompts, self._batch_size = prompts, batch_size
+        # What must be the same to resume at a saved position.
         self._identity: dict[str, Any] = {"num_rows": len(prompts), "digest": prompts.digest}
         self._identity.update(seed=seed, shuffle=shuffle)
         self.num_steps_per_epoch = len(prompts) // batch_size
@@ -62,10 +55,11 @@ class PromptLoader:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
-            changes = "; ".join(f"{IDENTITY_FIELDS[key]}: was {then}, is {now}" for key, (then, now) in changed.items())
+            changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
             raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data. Changed: {changes}. "
-                "Undo that change, or start a new run with trainer.resume_mode=disable"
+                f"the saved position in {self._prompts.key} belongs to other data: {changes} (digest is a hash of all "
+                "prompt tokens; seed is data.seed, or trainer.seed if that is null). Undo the change, or start a new "
+                "run with trainer.resume_mode=disable"
             )
         if epoch < 0 or not 0 <= index < len(self._prompts):
             raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")

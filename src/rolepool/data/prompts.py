@@ -46,11 +46,10 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreT
     key = f"actor_rollout_ref.model.path={show(path)}"
     if path is None:
         raise ConfigError(f"{key}: no model is set; give a folder or a hub id")
-    try:
-        place = str(Path(path).expanduser())
+    place = str(Path(path).expanduser())
+    # OSError: files are missing. ValueError, KeyError: they belong to something else.
+    with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:  # files are missing or belong to something else
-        raise ConfigError(f"{key}: no tokenizer can be loaded from there: {one_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
     if tokenizer.pad_token_id is None:
@@ -108,7 +107,9 @@ class PromptSet:
                     rows.append(self._parse(number))
                 except DataError as error:
                     problems.extend(error.problems)
-            for ids in self._tokenize(rows) if not problems else ():  # after a bad row, only look for more of them
+            if problems:
+                continue  # training cannot start, so only look for more bad rows
+            for ids in self._tokenize(rows):
                 lengths.append(len(ids))
                 digest.update(array("q", [len(ids), *ids]).tobytes())
                 self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
@@ -139,7 +140,7 @@ class PromptSet:
         return np.arange(len(lengths))
 
     def _parse(self, row_number: int) -> Row:
-        """A checked row, with its place in the files as `origin`."""
+        """A checked row: its prompt and the columns that rewards need. `origin` is its place in the files."""
         index = bisect_right(self._ends, row_number)
         file, number = self._files[index], row_number - self._ends[index] + len(self._files[index])
         row = file.row(number)
@@ -147,12 +148,12 @@ class PromptSet:
             _check_row(row, self._data.prompt_key, rule_decides=self._rule_decides)
         except DataError as error:
             raise DataError(f"{file.name(number)}: {error}") from error
-        optional = {name: row.get(name) or {} for name in ("reward_model", "extra_info")}
-        return {**row, **optional, "origin": file.name(number)}
+        needed = {"prompt": row[self._data.prompt_key], "data_source": row["data_source"], "origin": file.name(number)}
+        return needed | {name: row.get(name) or {} for name in ("reward_model", "extra_info")}
 
     def _tokenize(self, rows: Sequence[Row]) -> list[list[int]]:
         """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
-        prompts = [row[self._data.prompt_key] for row in rows]
+        prompts = [row["prompt"] for row in rows]
         texts = [
             prompt if isinstance(prompt, str) else render_chat(self._tokenizer, prompt, row["origin"])
             for prompt, row in zip(prompts, rows, strict=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.advantages import KLController, apply_kl_penalty, compute_advantage
-from rolepool.algorithm.masked import compute_explained_variance
+from rolepool.algorithm.losses import compute_explained_variance
 from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
