@@ -310,8 +310,8 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
-        "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; leave it out",
-        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet, only native works; leave it out",
+        "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; remove it",
+        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet, only native works; remove it",
     ]
 
 

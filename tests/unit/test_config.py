@@ -371,7 +371,7 @@ def test_pools_may_be_set_one_by_one_or_together() -> None:
 
 @pytest.mark.parametrize("written", ["~trainer.nnodes", "~trainer.nnodes=2"])
 def test_deleting_a_key_is_refused_with_what_to_write(written: str) -> None:
-    assert only_problem(written).endswith(": keys cannot be deleted; leave trainer.nnodes out to use its default")
+    assert only_problem(written).endswith(": keys cannot be deleted; do not set trainer.nnodes to use its default")
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_what_is_no_yaml_is_refused_in_one_short_line(written: str) -> None:
 
 
 def test_a_value_left_open_is_not_taken_for_the_default(tmp_path: Path) -> None:
-    expected = "trainer.nnodes=???: has no value yet; set one, or leave the key out to use its default"
+    expected = "trainer.nnodes=???: has no value yet; set one, or remove the key to use its default"
     assert only_problem("trainer.nnodes=???") == expected
     assert problems(files=(write(tmp_path, "a.yaml", "trainer:\n  nnodes: ???"),)) == [expected]
 
@@ -533,7 +533,7 @@ def test_keys_of_a_file_are_checked_as_overrides_are(tmp_path: Path) -> None:
     assert problems(files=(file,)) == [
         "trainer.nodes=2: unknown key; did you mean trainer.nnodes?",
         "data=null: is a section; set one of its keys, such as data.train_files, data.val_files",
-        "critic.strategy=fsdp: not supported: all roles use FSDP2; leave it out",
+        "critic.strategy=fsdp: not supported: all roles use FSDP2; remove it",
         "1=2: unknown key; `rolepool config` lists all keys",
         "trainer.nnodes=two: must be an integer, at least 1, at most 65536",
     ]
@@ -710,7 +710,7 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
     [
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
-        ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and leave the temperature out"),
+        ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and do not set the temperature"),
         ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "must be greater than 0"),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature=0: must be greater than 0"),
         ("data.train_batch_size=1000 critic.ppo_mini_batch_size=100",

@@ -228,6 +228,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert score_batch(custom(tmp_path, text), batch(), ["a", "b"])[0].score == 1
 
 
+def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: Path) -> None:
+    text = (
+        "def compute_score(solution_str: str, **_):\n    return compute_score.__annotations__['solution_str'] is str\n"
+    )
+    assert score_batch(custom(tmp_path, text), batch(), ["a", "b"])[0].score == 1
+
+
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [

@@ -117,9 +117,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     A group of one has no baseline: its score is whitened.
     """
     centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
-    advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
-    advantages = advantages.to(token_level_rewards.dtype)
-    return advantages, advantages
+    whitened = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
+    return (whitened.to(token_level_rewards.dtype),) * 2
 
 
 @torch.no_grad()

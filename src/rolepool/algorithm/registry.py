@@ -27,7 +27,7 @@ class Registry:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, needs: Sequence[str] = ()) -> Callable[[Function], Function]:
-        """A decorator that gives a function a name. `needs` are the arguments that it cannot do without."""
+        """A decorator that gives a function a name. `needs` names the arguments that must not be None."""
 
         def add(function: Function) -> Function:
             if self._functions.setdefault(name, function) is not function:

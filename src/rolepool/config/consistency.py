@@ -41,14 +41,14 @@ def _about_models(config: Config) -> Iterator[str]:
     for section in wrong:
         yield (
             f"{section}.temperature=0: must be greater than 0; for greedy decoding set {section}.do_sample=false "
-            "and leave the temperature out"
+            "and do not set the temperature"
         )
 
 
 def _about_batches(config: Config) -> Iterator[str]:
     actor, critic, total = config.actor_rollout_ref.actor, config.critic, config.data.train_batch_size
     minis = {critic.ppo_mini_batch_size: "critic"} if config.uses_critic else {}
-    minis[actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"  # if both sizes are equal, only the actor's is reported
+    minis[actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"  # of two equal sizes only the actor's is reported
     for mini, section in minis.items():
         if total % mini:
             key, fix = f"{section}.ppo_mini_batch_size={mini}", divisor_near(total, mini)
@@ -84,7 +84,7 @@ def _about_the_run(config: Config) -> Iterator[str]:
         value = config.at(key)
         if value > 0 and not config.data.val_files:
             written = f"{key}={value}".lower()
-            yield f"{written}: there are no validation prompts; set data.val_files, or leave {key} out"
+            yield f"{written}: there are no validation prompts; set data.val_files, or remove {key}"
 
 
 def _about_placement(config: Config) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _about_placement(config: Config) -> Iterator[str]:
     for strategy, keys in {"split": of_split, "custom": of_pools + of_roles}.items():
         if placement.strategy != strategy:
             needed, chosen = f"placement.strategy={strategy}", f"placement.strategy={placement.strategy}"
-            yield from (f"{key}: is for {needed}, but {chosen}; set {needed}, or leave it out" for key in keys)
+            yield from (f"{key}: is for {needed}, but {chosen}; set {needed}, or remove it" for key in keys)
     # Only one key may say how the GPUs are divided; an axis may stand together with its own number.
     number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
     if placement.strategy == "split" and len(written) > 1 and set(written) != {"axis", number}:

@@ -39,13 +39,13 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 UNSUPPORTED = {
     r"actor_rollout_ref\.hybrid_engine": "actor and rollout share processes if they share a pool; set placement.roles",
     r".*micro_batch_size": "it counts over all ranks; use the key with this name and _per_gpu at its end",
-    r".*\.megatron": "only FSDP2 is supported; leave it out",
-    r"(critic|reward_model|actor_rollout_ref\.ref)\.strategy": "all roles use FSDP2; leave it out",
-    r".*\.ulysses_sequence_parallel_size": "sequence parallelism is not supported; leave it out",
-    r"actor_rollout_ref\.rollout\.mode": "there is one rollout mode; leave it out",
+    r".*\.megatron": "only FSDP2 is supported; remove it",
+    r"(critic|reward_model|actor_rollout_ref\.ref)\.strategy": "all roles use FSDP2; remove it",
+    r".*\.ulysses_sequence_parallel_size": "sequence parallelism is not supported; remove it",
+    r"actor_rollout_ref\.rollout\.mode": "there is one rollout mode; remove it",
     r"reward_model\.reward_manager": "rule rewards need no manager; use custom_reward_function.path",
     r"reward_model\.(enable_resource_pool|n_gpus_per_node|nnodes)": "set placement.pools and placement.roles",
-    r"data\.(image|video)_key": "only text is supported; leave it out",
+    r"data\.(image|video)_key": "only text is supported; remove it",
 }
 """Keys of other trainers that rolepool does not have, as patterns: why, and what to write instead."""
 
@@ -69,7 +69,7 @@ class LoadedConfig:
         """Raise ConfigError if a key has a value that training does not implement."""
         wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
         if wrong:
-            raise ConfigError(f"{path}={show(value)}: {status(path)}; leave it out" for path, value in wrong.items())
+            raise ConfigError(f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items())
 
     def explain(self, path: str) -> str:
         """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
@@ -154,7 +154,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
-        raise ConfigError(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out to use its default")
+        raise ConfigError(f"{show(text)}: keys cannot be deleted; do not set {show(path[1:])} to use its default")
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
@@ -198,7 +198,7 @@ def _problem_with(path: str, value: Any) -> str | None:
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
     if value == "???":
-        return f"{path}=???: has no value yet; set one, or leave the key out to use its default"
+        return f"{path}=???: has no value yet; set one, or remove the key to use its default"
     if path in all_keys():
         return None
     reasons = [reason for pattern, reason in UNSUPPORTED.items() if re.fullmatch(rf"{pattern}(\..*)?", path)]

@@ -4,7 +4,7 @@ The task is next letters: a prompt is a few letters, and the answer is the next 
 `d b a c`. The reward is the fraction of correct letters, so that even a random policy earns something it can learn
 from; the best answer that ignores the prompt earns 1 in 8. Validation prompts do not occur in training.
 
-Owns the folders it writes, each complete or absent. Their content depends only on this file.
+Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def _import_file(file: Path) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
     try:
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
     except Exception as error:
         reason = traceback.format_exception_only(error)[-1].strip()
         raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
