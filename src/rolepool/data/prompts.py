@@ -69,9 +69,9 @@ class PromptSet:
         self._rule_decides = not config.reward_model.enable and config.custom_reward_function.path is None
         columns = (config.data.prompt_key, "data_source", "reward_model", "extra_info")
         self._files = [_open_rows(path, self.key, columns) for path in config.at(self.key)]
-        self._ends = list(accumulate(len(file) for file in self._files))
+        self._ends = list(accumulate(file.num_rows for file in self._files))
         max_samples: int = config.at(f"data.{split}_max_samples")
-        num_rows = sum(len(file) for file in self._files)
+        num_rows = sum(file.num_rows for file in self._files)
         num_rows = num_rows if max_samples < 0 else min(max_samples, num_rows)
         if num_rows == 0:
             files = show(config.at(self.key))
@@ -142,7 +142,7 @@ class PromptSet:
     def _parse(self, row_number: int) -> Row:
         """A checked row: its prompt and the columns that rewards need. `origin` is its place in the files."""
         index = bisect_right(self._ends, row_number)
-        file, number = self._files[index], row_number - self._ends[index] + len(self._files[index])
+        file, number = self._files[index], row_number - self._ends[index] + self._files[index].num_rows
         row = file.row(number)
         try:
             _check_row(row, self._data.prompt_key, rule_decides=self._rule_decides)
@@ -254,9 +254,7 @@ class _JsonlRows:
                     self._starts.append(start)
                     self._lines.append(line)
                 start += len(text)
-
-    def __len__(self) -> int:
-        return len(self._starts)
+        self.num_rows = len(self._starts)
 
     def name(self, number: int) -> str:
         """The name of this row in error messages."""
@@ -286,9 +284,7 @@ class _ParquetRows:
             raise DataError(f"{file}: has none of the columns {', '.join(columns)}; it has {', '.join(present)}")
         # Not read_table, which reads `year=2024` in a folder's name as a column.
         self._table = pyarrow.parquet.ParquetFile(file, memory_map=True).read(columns=wanted)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
+        self.num_rows: int = self._table.num_rows
 
     def name(self, number: int) -> str:
         return f"{self._file}, row {number} (the first is 0)"
