@@ -38,8 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rolepool.cluster import Cluster
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
-from rolepool.data.loader import PromptLoader
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.protocol import CallFuture, DataProto
 from rolepool.protocol.encoding import Encoded, encode

@@ -13,8 +13,7 @@ from cluster_helpers import start
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
-from rolepool.data.loader import PromptLoader
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rolepool.config import load_config
 from rolepool.data import demo
 from rolepool.data.demo import Demo, make_demo, next_letters
-from rolepool.data.loader import validation_batches
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptSet, load_tokenizer, validation_batches
 from rolepool.data.rewards import rule_for
 from rolepool.errors import ConfigError
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
 from rolepool.data.demo import LETTERS, make_demo
-from rolepool.data.loader import PromptLoader, validation_batches
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer, validation_batches
 from rolepool.errors import ConfigError, DataError
 from rolepool.protocol import DataProto
 

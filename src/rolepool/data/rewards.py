@@ -171,7 +171,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
-    """The scores of the responses to a batch, which has the columns of `loader.batch_of`."""
+    """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     columns = batch.non_tensor_batch
     return [
         function.score(

@@ -19,8 +19,7 @@ import torch
 
 from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data.loader import PromptLoader
-from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
