@@ -37,9 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolepool.cluster import Cluster
 from rolepool.config import load_config
-from rolepool.data import PromptLoader, train_prompts
 from rolepool.data.demo import make_demo
-from rolepool.data.tokenizer import load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.protocol import CallFuture, DataProto
 from rolepool.protocol.encoding import Encoded, encode
@@ -110,7 +109,7 @@ class Steps:
         ray.put = self._watched_put
         build.Rollout = LongTailRollout  # type: ignore[misc]
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path, trust_remote_code=False)
-        self.loader = PromptLoader(train_prompts(self.config, tokenizer), NUM_ROWS, seed=1)
+        self.loader = PromptLoader(PromptSet("train", self.config, tokenizer), NUM_ROWS, seed=1)
         self.estimator = Estimator(self.config)
         self.plan = build_plan(self.config)
         self.number = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolepool.config.describe import ONLY_VALUES, status
-from rolepool.config.loading import show
+from rolepool.config.loading import NOT_IMPLEMENTED, show, status
 from rolepool.config.schema import Key, all_keys
 
 
@@ -39,7 +38,7 @@ def _heading_of(key: Key) -> str:
 
 
 def _row(key: Key) -> str:
-    meaning = key.doc if key.path not in ONLY_VALUES else f"{key.doc} *{status(key.path)}.*"
+    meaning = key.doc if key.path not in NOT_IMPLEMENTED else f"{key.doc} *{status(key.path)}.*"
     cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

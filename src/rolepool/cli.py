@@ -100,12 +100,9 @@ def config(arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
     parser = Parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
     options = parser.parse_intermixed_args(arguments)
-
-    from rolepool.config.describe import explain
-
     keys = [word for word in options.words if not is_input(word)]
     loaded = load_words([word for word in options.words if is_input(word)])
-    text = "\n\n".join(explain(key, loaded) for key in keys) if keys else loaded.to_yaml().rstrip()
+    text = "\n\n".join(loaded.explain(key) for key in keys) if keys else loaded.to_yaml().rstrip()
     print(text)
 
 

@@ -12,9 +12,8 @@ from cluster_helpers import start
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
-from rolepool.data import PromptLoader, train_prompts
 from rolepool.data.demo import make_demo
-from rolepool.data.tokenizer import load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
@@ -80,7 +79,7 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     """
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS["one pool"])).config
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
-    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     prompts = repeated(loader.next_batch(), 2)
     with start({"train": [2], "generate": [2]}) as cluster:
         train, generate = cluster.groups["train"], cluster.groups["generate"]
@@ -112,7 +111,7 @@ def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, 
     plan = build_plan(config)
     assert find_problems(config, plan) == []
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
-    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     with Cluster(plan) as cluster:
         roles = build_roles(cluster, config, plan, 10)
         assert (roles.rollout.tp_size, roles.rollout.dp_size) == (2, 1)

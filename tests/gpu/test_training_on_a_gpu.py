@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolepool.algorithm import LinearLogProbs, LossCounts, compute_policy_loss_vanilla, logprobs_from_logits
+from rolepool.algorithm.log_probs import LinearLogProbs
+from rolepool.algorithm.losses import LossCounts, compute_policy_loss_vanilla
 from rolepool.config import load_config
 from rolepool.models.attention import packed_attention
 from rolepool.models.compiling import compiled, has_compiler
@@ -225,7 +226,7 @@ def test_compiled_scores_are_the_plain_ones() -> None:
     labels = torch.randint(VOCABULARY, (300,), device="cuda")
     found = LinearLogProbs(100 * VOCABULARY, compiled)(hidden, weight, labels, 0.8)
     expected = LinearLogProbs(100 * VOCABULARY)(hidden, weight, labels, 0.8)
-    plain = logprobs_from_logits(hidden @ weight.T / 0.8, labels)
+    plain = torch.log_softmax((hidden @ weight.T / 0.8).float(), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0], plain, rtol=0.02, atol=0.1)  # its logits are divided in 16 bits
     grads = [torch.autograd.grad(one[0].sum() + 0.1 * one[1].sum(), (hidden, weight)) for one in (found, expected)]

@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
-from rolepool.data import PromptLoader, train_prompts
 from rolepool.data.demo import Demo, make_demo
-from rolepool.data.tokenizer import load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture
@@ -145,7 +144,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
     config, plan = loaded.config, build_plan(loaded.config)
     assert find_problems(config, plan) == []
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
-    loader = PromptLoader(train_prompts(config, tokenizer), config.data.train_batch_size, seed=1)
+    loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     estimator = Estimator(config)
     course = Course([], [], [], {})
     with Cluster(plan) as cluster:

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rolepool.config import LoadedConfig, load_config
 from rolepool.data.demo import Demo, make_demo
-from rolepool.data.tokenizer import load_tokenizer
+from rolepool.data.prompts import load_tokenizer
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged
 from rolepool.roles.reward_model import RewardModel

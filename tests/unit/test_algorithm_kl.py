@@ -5,13 +5,9 @@ import math
 import pytest
 import torch
 
-from rolepool.algorithm.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    apply_kl_penalty,
-    get_kl_controller,
-    kl_penalty,
-)
+from rolepool.algorithm.advantages import KLController, apply_kl_penalty
+from rolepool.algorithm.losses import kl_penalty
+from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError
 
 NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -108,16 +104,18 @@ def test_apply_kl_penalty_agrees_with_a_loop(name: str, seed: int) -> None:
 
 
 def test_a_fixed_coefficient_stays_what_the_configuration_says() -> None:
-    controller = get_kl_controller("fixed", 0.02, 0.1, 100)
-    assert isinstance(controller, FixedKLController)
+    controller = KLController(KlCtrlConfig(kl_coef=0.02, horizon=100))
     controller.update(5.0, 1_000_000)
     controller.load_state_dict({"value": 7.0})
     assert controller.value == 0.02
 
 
+def adaptive(kl_coef: float = 0.1, horizon: int = 100) -> KLController:
+    return KLController(KlCtrlConfig(type="adaptive", kl_coef=kl_coef, target_kl=0.1, horizon=horizon))
+
+
 def test_an_adaptive_coefficient_follows_the_target() -> None:
-    controller = get_kl_controller("adaptive", 0.1, 0.1, 100)
-    assert isinstance(controller, AdaptiveKLController)
+    controller = adaptive()
     controller.update(0.2, 50)  # the error of 1 is clipped to 0.2: 0.1 * (1 + 0.2 * 0.5)
     assert controller.value == pytest.approx(0.11)
     controller.update(0.01, 50)  # -0.9 is clipped to -0.2: 0.11 * 0.9
@@ -129,7 +127,7 @@ def test_an_adaptive_coefficient_follows_the_target() -> None:
 
 
 def test_an_adaptive_coefficient_resumes_where_it_was() -> None:
-    first, second = AdaptiveKLController(0.1, 0.1, 100), AdaptiveKLController(0.5, 0.1, 100)
+    first, second = adaptive(), adaptive(kl_coef=0.5)
     first.update(0.2, 50)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
@@ -139,13 +137,8 @@ def test_an_adaptive_coefficient_resumes_where_it_was() -> None:
 
 @pytest.mark.parametrize("num_sequences", [500, 5000])
 def test_a_step_that_could_turn_the_coefficients_sign_is_refused(num_sequences: int) -> None:
-    with pytest.raises(ConfigError, match=f"horizon=100 is too short for {num_sequences} sequences"):
-        AdaptiveKLController(0.1, 0.1, 100).update(0.1, num_sequences)
-    controller = AdaptiveKLController(0.1, 0.1, num_sequences // 5 + 1)
+    with pytest.raises(ConfigError, match=f"horizon=100: too short for {num_sequences} sequences"):
+        adaptive().update(0.1, num_sequences)
+    controller = adaptive(horizon=num_sequences // 5 + 1)
     controller.update(0.0, num_sequences)
     assert controller.value > 0
-
-
-def test_an_unknown_controller_is_refused() -> None:
-    with pytest.raises(ValueError, match="'adaptve'; choose from fixed, adaptive"):
-        get_kl_controller("adaptve", 0.1, 0.1, 100)

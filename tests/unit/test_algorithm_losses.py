@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolepool.algorithm import (
+from rolepool.algorithm.losses import (
     LossCounts,
     agg_loss,
-    compute_kl_loss,
     compute_policy_loss_vanilla,
     compute_value_loss,
+    masked_kl_penalty,
 )
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -56,12 +56,16 @@ def value(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tupl
     return loss, {"vf_clipfrac": clipfrac}
 
 
+def kl_loss(batch: MiniBatch, mode: str, counts: LossCounts | None, estimator: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return agg_loss(masked_kl_penalty(batch.new, batch.old, batch.mask, estimator), batch.mask, mode, counts=counts), {}
+
+
 def kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    return compute_kl_loss(batch.new, batch.old, batch.mask, "low_var_kl", mode, counts=counts), {}
+    return kl_loss(batch, mode, counts, "low_var_kl")
 
 
 def mse_kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    return compute_kl_loss(batch.new, batch.old, batch.mask, "mse", mode, counts=counts), {}
+    return kl_loss(batch, mode, counts, "mse")
 
 
 LOSSES: tuple[Loss, ...] = (policy, value, kl, mse_kl)
@@ -304,7 +308,3 @@ def test_wrong_settings_are_refused() -> None:
     ones = torch.ones(1, 1)
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
         agg_loss(ones, ones, "mean")
-    with pytest.raises(ValueError, match="clip_ratio_c must be above 1, not 1"):
-        compute_policy_loss_vanilla(
-            ones, ones, ones, ones, "token-mean", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1.0
-        )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rolepool import __version__
-from rolepool.config.describe import ONLY_VALUES
+from rolepool.config.loading import NOT_IMPLEMENTED
 from rolepool.config.schema import all_keys
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "plan_deepseek7b_split.txt"
@@ -64,9 +64,9 @@ def test_the_version_is_printed(rolepool: Rolepool) -> None:
         (("plan", "--inventory"), "rolepool plan: argument --inventory: expected one argument"),
         (("plan", "--gpu", "80"), "rolepool plan: unrecognized arguments: --gpu"),
         (("plan", "trainer.nodes=2"), "trainer.nodes=2: unknown key; did you mean trainer.nnodes?"),
-        (("plan", "nowhere.yaml"), "config file nowhere.yaml: no such file"),
-        (("plan", "recipes"), "config file recipes: no such file"),
-        (("plan", "nnodes"), "config file nnodes: no such file; give a YAML file, or key=value for an override"),
+        (("plan", "nowhere.yaml"), "config file nowhere.yaml: cannot be read"),
+        (("plan", "recipes"), "config file recipes: cannot be read"),
+        (("plan", "nnodes"), "No such file or directory); give a YAML file, or key=value for an override"),
         (("plan", "--inventory", "lots"), "--inventory 'lots': write GPUs per node, such as 8,8,4"),
         (("plan", "--gpu-memory", "lots"), "--gpu-memory 'lots': write the memory of one GPU, such as 80 (GiB)"),
         (("plan", "trainer.nnodes=2", "--inventory", "8"), "Not enough GPUs: global_pool needs 8 GPUs"),
@@ -290,7 +290,7 @@ def test_every_key_can_be_explained(rolepool: Rolepool, key: str) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith(f"{key} = ")
     assert all_keys()[key].doc in outcome.out
-    assert ("not implemented yet" in outcome.out) == (key in ONLY_VALUES)
+    assert ("not implemented yet" in outcome.out) == (key in NOT_IMPLEMENTED)
 
 
 def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
@@ -310,8 +310,8 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
-        "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; leave it out",
-        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet, only native works; leave it out",
+        "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; remove it",
+        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet, only native works; remove it",
     ]
 
 

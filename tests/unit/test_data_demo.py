@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rolepool.config import load_config
-from rolepool.data import demo, load_tokenizer, val_prompts, validation_batches
+from rolepool.data import demo
 from rolepool.data.demo import Demo, make_demo, next_letters
+from rolepool.data.prompts import PromptSet, load_tokenizer, validation_batches
 from rolepool.data.rewards import rule_for
 from rolepool.errors import ConfigError
 
@@ -69,7 +70,7 @@ def test_the_right_answer_earns_everything_and_its_parts_earn_parts(made: Demo) 
 def test_prompts_and_answers_survive_the_tokenizer(made: Demo) -> None:
     tokenizer = load_tokenizer(str(made.model))
     keys = [f"data.val_files={made.val_file}", "data.max_prompt_length=5"]
-    (batch,) = validation_batches(val_prompts(load_config(overrides=keys).config, tokenizer))
+    (batch,) = validation_batches(PromptSet("val", load_config(overrides=keys).config, tokenizer))
     for row, ids in zip(rows(made.val_file), batch.non_tensor_batch["raw_prompt_ids"], strict=True):
         assert tokenizer.decode(ids) == row["prompt"][0]["content"] + " ="
         truth = row["reward_model"]["ground_truth"]

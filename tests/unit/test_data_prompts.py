@@ -14,9 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
-from rolepool.data import PromptSet, load_tokenizer, train_prompts, val_prompts
 from rolepool.data.demo import make_demo
-from rolepool.data.prompts import truncate
+from rolepool.data.prompts import PromptSet, load_tokenizer, truncate
 from rolepool.errors import ConfigError, DataError, RolepoolError
 
 
@@ -59,16 +58,20 @@ Write = Callable[..., str]
 def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     *files: str,
-    key: str = "data.train_files",
     max_samples: int = -1,
     needs_ground_truth: bool = True,
     max_prompt_length: int = 8,
     **options: Any,
 ) -> PromptSet:
-    keys = {"max_prompt_length": max_prompt_length, **options}
+    keys = {
+        "train_files": list(files),
+        "train_max_samples": max_samples,
+        "max_prompt_length": max_prompt_length,
+        **options,
+    }
     overrides = [f"data.{name}={value}" for name, value in keys.items()]
     overrides += [] if needs_ground_truth else ["custom_reward_function.path=mine.py"]
-    return PromptSet(key, files, max_samples, load_config(overrides=overrides).config, tokenizer)
+    return PromptSet("train", load_config(overrides=overrides).config, tokenizer)
 
 
 def problem(make: Callable[[], object]) -> str:
@@ -122,7 +125,9 @@ def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
 def test_another_column_can_hold_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_parquet(tmp_path / "x.parquet", row(prompt=..., question="a b"))
     assert prompts_of(tokenizer, file, prompt_key="question").take([0])["raw_prompt_ids"][0] == [4, 5]
-    assert "has no 'prompt'" in problem(lambda: prompts_of(tokenizer, file))
+    assert "prompt=null: Input should be a valid list; a prompt is a string" in problem(
+        lambda: prompts_of(tokenizer, file)
+    )
 
 
 def test_only_the_first_samples_are_used_and_looked_at(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -177,7 +182,7 @@ def test_a_chat_without_a_template_is_an_error_and_a_plain_string_is_not(
     file = write_jsonl(tmp_path / "x.jsonl", row(prompt="a"), row("b"))
     said = problem(lambda: prompts_of(tokenizer, file))
     assert f"{file}, line 2" in said
-    assert "has no chat template" in said
+    assert "chat_template is not set" in said
     assert "plain string" in said
     assert len(prompts_of(tokenizer, file, max_samples=1)) == 1
 
@@ -233,13 +238,15 @@ def test_prompts_that_are_too_long_can_be_left_out(
         prompts = prompts_of(tokenizer, file, max_prompt_length=3, filter_overlong_prompts=True)
     assert prompts.take(range(len(prompts)))["raw_prompt_ids"] == [[5, 3], [7, 3]]
     assert prompts.take([1])["origin"][0] == f"{file}, line 4"
-    assert "2 of 4 prompts are longer than data.max_prompt_length=3 and are left out" in caplog.text
+    assert "skipped 2 of 4 prompts, longer than data.max_prompt_length=3" in caplog.text
 
 
 def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row("a b c"), row("a b c d"))
     said = problem(lambda: prompts_of(tokenizer, file, max_prompt_length=2, filter_overlong_prompts=True))
-    assert "all 2 prompts have more than data.max_prompt_length=2 tokens (the shortest has 4)" in said
+    assert (
+        "all 2 prompts have more tokens than data.max_prompt_length=2; set data.max_prompt_length to at least 4" in said
+    )
 
 
 # Bad rows
@@ -249,7 +256,7 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
-        (row(prompt=None), "has no 'prompt'; it has"),
+        (row(prompt=None), "prompt=null: Input should be a valid list"),
         (row(prompt=""), "prompt=: String should have at least 1 character"),
         (row(prompt=[]), "prompt=[]: List should have at least 1 item"),
         (
@@ -263,7 +270,7 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
             row(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
             "prompt.0.content=[{type:image}]: Input should be a valid string",
         ),
-        (row(data_source=...), "has no 'data_source'; it has"),
+        (row(data_source=...), "data_source=null: Input should be a valid string; it names the dataset"),
         (row(data_source=3), "data_source=3: Input should be a valid string"),
         (row(reward_model=...), "has no reward_model.ground_truth"),
         (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
@@ -286,7 +293,7 @@ def test_a_bad_row_is_named_with_what_is_wrong_with_it(
     ("line", "expected"),
     [
         ('{"prompt": \n', "line 2: is not JSON"),
-        ("[\n", "line 2: starts a JSON list; write one object per line"),
+        ("[\n", "line 2: is not JSON"),
         ("3\n", "line 2: is a JSON int; write one object per line"),
     ],
 )
@@ -357,10 +364,10 @@ def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nowhere.jsonl", "there is no such file"),
-        ("folder", "is a folder; name the .parquet or .jsonl files in it"),
+        ("nowhere.jsonl", "is not a local file (looked in"),
+        ("folder", "is not a local file (looked in"),
         ("table.csv", "prompts must be .parquet or .jsonl files, not '.csv'"),
-        ("broken.parquet", "cannot be read as Parquet"),
+        ("broken.parquet", "cannot be read ("),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_key(
@@ -371,19 +378,19 @@ def test_a_file_that_cannot_be_read_is_named_with_its_key(
         (tmp_path / other).write_text("a,b", encoding="utf-8")
     path = str(tmp_path / name)
     with pytest.raises(ConfigError) as caught:
-        prompts_of(tokenizer, path, key="data.val_files")
-    assert str(caught.value).startswith(f"data.val_files={path}: ")
+        prompts_of(tokenizer, path)
+    assert str(caught.value).startswith(f"data.train_files={path}: ")
     assert expected in str(caught.value)
 
 
 def test_remote_files_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert "only local files can be read" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
+    assert "is not a local file" in problem(lambda: prompts_of(tokenizer, "hdfs://x/train.parquet"))
 
 
 def test_no_files_and_no_rows_are_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    assert "data.train_files: is empty" in problem(lambda: prompts_of(tokenizer))
+    assert "data.train_files=[]: there are no rows" in problem(lambda: prompts_of(tokenizer))
     file = write_jsonl(tmp_path / "x.jsonl", "\n")
-    assert problem(lambda: prompts_of(tokenizer, file)) == f"data.train_files: there are no rows in {file}"
+    assert "x.jsonl]: there are no rows; name .parquet" in problem(lambda: prompts_of(tokenizer, file))
 
 
 def test_a_parquet_file_with_none_of_the_columns_says_which_it_has(
@@ -409,7 +416,7 @@ def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: Pr
             ),
         ]
     ).config
-    train, val = train_prompts(config, tokenizer), val_prompts(config, tokenizer)
+    train, val = PromptSet("train", config, tokenizer), PromptSet("val", config, tokenizer)
     assert train.take([0, 1])["raw_prompt_ids"] == [[4, 5, 6], [5, 3]]
     assert (len(train), len(val), val.take([0])["raw_prompt_ids"][0]) == (2, 1, [7, 3])
 
@@ -417,12 +424,12 @@ def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: Pr
 def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(data_source="lighteval/MATH", reward_model=...))
     with pytest.raises(DataError, match=r"has no reward_model\.ground_truth"):
-        train_prompts(load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
+        PromptSet("train", load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
     file = write_jsonl(tmp_path / "y.jsonl", row(data_source="lighteval/MATH"))
     with pytest.raises(DataError, match="there is no built-in reward for data_source 'lighteval/MATH'"):
-        train_prompts(load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
+        PromptSet("train", load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
     overrides = [f"data.train_files={file}", "custom_reward_function.path=mine.py"]
-    assert len(train_prompts(load_config(overrides=overrides).config, tokenizer)) == 1
+    assert len(PromptSet("train", load_config(overrides=overrides).config, tokenizer)) == 1
 
 
 # The tokenizer

@@ -146,11 +146,6 @@ def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
     )
 
 
-def test_each_row_needs_a_response() -> None:
-    with pytest.raises(DataError, match="1 responses for a batch of 2 rows"):
-        score_batch(load_reward_function(CustomRewardFunctionConfig()), batch(), ["a"])
-
-
 # The user's function
 
 
@@ -233,14 +228,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert score_batch(custom(tmp_path, text), batch(), ["a", "b"])[0].score == 1
 
 
+def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: Path) -> None:
+    text = (
+        "def compute_score(solution_str: str, **_):\n    return compute_score.__annotations__['solution_str'] is str\n"
+    )
+    assert score_batch(custom(tmp_path, text), batch(), ["a", "b"])[0].score == 1
+
+
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
         ("import no_such_module_at_all", "compute_score", "cannot be imported: ModuleNotFoundError: No module named"),
         ("def f(:", "compute_score", "cannot be imported: SyntaxError"),
         ("1 / 0", "compute_score", "cannot be imported: ZeroDivisionError: division by zero"),
-        ("from math import sqrt\ndef f(): ...\ndef g(): ...", "compute_score", "it has f, g"),
-        ("", "compute_score", "it defines no function"),
+        ("from math import sqrt\ndef f(): ...\ndef g(): ...", "compute_score", "which defines f, g"),
+        ("", "compute_score", "which defines no function"),
         ("compute_score = 3", "compute_score", "3 is not a callable object"),
         ("async def compute_score(**_): ...", "compute_score", "is async in"),
         ("def compute_score(solution_str): ...", "compute_score", "got an unexpected keyword argument"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolepool.algorithm import entropy_from_logits, logprobs_from_logits
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.forward import response_log_probs, response_values
 from rolepool.models.loading import load_critic, load_policy
@@ -64,7 +64,8 @@ def one_by_one(path: str) -> tuple[Tensor, dict[str, Tensor]]:
     for ids, (_, num) in zip(rows().ids.split([sum(row) for row in LENGTHS]), LENGTHS, strict=True):
         if num:
             logits = model(ids[None]).logits[0, -num - 1 : -1] / 0.9
-            chosen, entropies = logprobs_from_logits(logits, ids[-num:]), entropy_from_logits(logits)
+            tokens = Categorical(logits=logits)
+            chosen, entropies = tokens.log_prob(ids[-num:]), tokens.entropy()
             (chosen.sum() + 0.3 * entropies.sum()).backward()
             all_scores.append(torch.stack((chosen, entropies)).detach())
     scores = torch.cat(all_scores, dim=1)

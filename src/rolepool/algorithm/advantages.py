@@ -1,4 +1,4 @@
-"""The advantage estimators: how much better each token was than expected.
+"""Rewards and advantages: the KL penalty in the reward, and how much better each token was than expected.
 
 Tensors are [rows, tokens]. `response_mask` is 1 on the tokens that the policy generated; it may have holes (tool
 turns), and rows without a 1 are padding. Only tokens with mask 1 count as time steps: a hole neither discounts nor
@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.masked import keep_masked, masked_sum, masked_whiten
+from rolepool.algorithm.losses import keep_masked, masked_kl_penalty, masked_mean, masked_sum, masked_whiten
 from rolepool.algorithm.registry import adv_estimators, register_adv_est
-from rolepool.errors import DataError
+from rolepool.config.run_keys import KlCtrlConfig
+from rolepool.errors import ConfigError, DataError
 
+MAX_PROPORTIONAL_ERROR = 0.2
 GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
 
 
 @register_adv_est("gae")
-@torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -40,7 +41,6 @@ def compute_gae_advantage_return(
 
 
 @register_adv_est("grpo")
-@torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -65,7 +65,6 @@ def compute_grpo_outcome_advantage(
 
 
 @register_adv_est("rloo")
-@torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -81,7 +80,6 @@ def compute_rloo_outcome_advantage(
 
 
 @register_adv_est("remax")
-@torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +93,6 @@ def compute_remax_outcome_advantage(
 
 
 @register_adv_est("reinforce_plus_plus")
-@torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,6 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
-@torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -121,9 +117,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     A group of one has no baseline: its score is whitened.
     """
     centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
-    advantages = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
-    advantages = advantages.to(token_level_rewards.dtype)
-    return advantages, advantages
+    whitened = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
+    return (whitened.to(token_level_rewards.dtype),) * 2
 
 
 @torch.no_grad()
@@ -134,10 +129,8 @@ def compute_advantage(
     for name in adv_estimators.needs_of(adv_estimator):
         if inputs.get(name) is None:
             raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
-    function = adv_estimators.find(adv_estimator)
-    estimated: tuple[Tensor, Tensor] = function(
-        token_level_rewards=token_level_rewards, response_mask=response_mask, **inputs
-    )
+    inputs = {**inputs, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
+    estimated: tuple[Tensor, Tensor] = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
             raise DataError(
@@ -145,6 +138,55 @@ def compute_advantage(
                 f"they must have the shape of response_mask, {list(response_mask.shape)}"
             )
     return estimated
+
+
+@torch.no_grad()
+def apply_kl_penalty(
+    scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kl_coef: float, kl_penalty: str
+) -> tuple[Tensor, Tensor]:
+    """The rewards r_t = score_t - kl_coef * KL_t, and the KL for the controller.
+
+    current_kl = mean over responses of (mean over their tokens of KL_t). Padding rows are not responses; rewards
+    are 0 outside the mask.
+    """
+    kl_bt = masked_kl_penalty(old_log_probs, ref_log_prob, response_mask, kl_penalty)
+    rewards = keep_masked(scores, response_mask) - kl_coef * kl_bt
+    is_response = response_mask.bool().any(dim=-1)
+    return rewards, masked_mean(masked_mean(kl_bt, response_mask, axis=-1), is_response)
+
+
+class KLController:
+    """The coefficient of the KL penalty. A fixed one keeps its configured value, also after a resume.
+
+    An adaptive one keeps the KL near a target (Ziegler et al. 2019):
+
+    error = clip(current_kl / target_kl - 1, -0.2, 0.2)
+    value <- value * (1 + error * num_sequences / horizon)
+    """
+
+    def __init__(self, keys: KlCtrlConfig) -> None:
+        self.keys, self.value = keys, keys.kl_coef
+
+    def update(self, current_kl: float, num_sequences: int) -> None:
+        """Adapt the coefficient after a step with this KL and this number of sequences."""
+        if self.keys.type == "fixed":
+            return
+        target, horizon = self.keys.target_kl, self.keys.horizon
+        # One such step could make the coefficient zero or negative, which would reward a larger KL.
+        if MAX_PROPORTIONAL_ERROR * num_sequences >= horizon:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step, because one "
+                f"step could change the sign of the KL coefficient; set it above {num_sequences // 5}"
+            )
+        error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
+        self.value *= 1 + error * num_sequences / horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore an adaptive coefficient."""
+        self.value = self.keys.kl_coef if self.keys.type == "fixed" else state["value"]
 
 
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -171,23 +213,18 @@ def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
-def _centred_scores(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex
-) -> tuple[Tensor, Tensor, Tensor]:
+def _centred_scores(rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
     """For every row, in float64: its score minus the mean of its group (for a group of one, the score), the number of
     its group, and the size of the group. Padding rows are in group 0.
 
     Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
     deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
     """
-    scores = masked_sum(token_level_rewards.double(), response_mask, axis=-1)
+    scores = masked_sum(rewards.double(), response_mask, axis=-1)
     if len(index) != len(scores):
         raise DataError(f"index holds {len(index)} group ids for {len(scores)} rows")
-    numbers: dict[Any, int] = {}
-    is_real = response_mask.bool().any(dim=-1).tolist()
-    rows = zip(index, is_real, strict=True)
-    numbers_of_rows = [numbers.setdefault(uid, len(numbers) + 1) if real else 0 for uid, real in rows]
-    group_of_row = torch.tensor(numbers_of_rows, dtype=torch.long, device=scores.device)
+    _, groups = np.unique(index.astype(str), return_inverse=True)
+    group_of_row = (1 + torch.from_numpy(groups).to(scores.device)) * response_mask.bool().any(dim=-1)
     size_of_row = _group_sums(torch.ones_like(scores), group_of_row)
     lowest = scores.new_zeros(len(scores) + 1).scatter_reduce(0, group_of_row, scores, "amin", include_self=False)
     above = scores - lowest[group_of_row]

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies: from logits, or from hidden states and the head without all logits at once.
+"""Log-probabilities and entropies from hidden states and the head, without all logits at once.
 
 With a vocabulary of 150,000 the logits of a micro-batch take more memory than the rest. `LinearLogProbs` computes them
 for some tokens at a time, reduces them to numbers per token, and recomputes them in the backward pass. Arithmetic
@@ -17,22 +17,11 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a faster version of a function."""
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p(label) = z_label - logsumexp(z). logits are [..., vocabulary], labels [...] with ids inside it."""
-    return torch.log_softmax(precise(logits), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = -sum_v p_v log p_v; a logit of -inf adds 0."""
-    log_p = torch.log_softmax(precise(logits), dim=-1)
-    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
-
-
 class LinearLogProbs:
     """log p(label) and the entropy of softmax(hidden @ weight.T / temperature), for each row of hidden.
 
     At most `max_logits` logits exist at a time, but at least those of one row. `compiled` is applied to the functions
-    that compute with them.
+    that compute with them; their second argument is the weight.
     """
 
     def __init__(self, max_logits: int, compiled: Compile = lambda function: function) -> None:
@@ -77,16 +66,9 @@ class _Function(torch.autograd.Function):
         # Summed in float32, because in 16 bits the last of many pieces would be lost.
         grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
         for piece in ctx.how.pieces(len(hidden), len(weight)):
-            grad_logits = ctx.how.differentiate(
-                hidden[piece],
-                weight,
-                labels[piece],
-                ctx.temperature,
-                log_sums[piece],
-                entropies[piece],
-                of_log_probs[piece],
-                None if of_entropies is None else of_entropies[piece],
-            )
+            per_token = (tensor[piece] for tensor in (labels, log_sums, entropies, of_log_probs))
+            of_entropies_here = None if of_entropies is None else of_entropies[piece]
+            grad_logits = ctx.how.differentiate(hidden[piece], weight, ctx.temperature, *per_token, of_entropies_here)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if grad_weight is not None:
@@ -116,8 +98,8 @@ def _score(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -
 def _differentiate(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
     temperature: float,
+    labels: Tensor,
     log_sum: Tensor,
     entropies: Tensor,
     of_log_probs: Tensor,

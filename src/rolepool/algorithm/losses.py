@@ -1,8 +1,11 @@
-"""The losses of policy and critic. They do not depend on how a mini-batch is split.
+"""Statistics over the tokens of a mask, KL estimators, and the losses of policy and critic.
 
-Every loss and every metric here is a sum over rows divided by a count of the *whole* mini-batch. With the counts of the
-whole mini-batch (`LossCounts`), a call on some of its rows returns their share, and the shares of all micro-batches and
-ranks add up to the result of one call on all rows:
+A mask is 1 (or True) for a token that is kept and 0 for a token that is dropped, anywhere in the row. The value of a
+dropped token, even NaN or inf, does not affect any result or gradient. Sums and means of no tokens are 0.
+
+The losses do not depend on how a mini-batch is split. Every loss and every metric here is a sum over rows divided by a
+count of the *whole* mini-batch. With the counts of the whole mini-batch (`LossCounts`), a call on some of its rows
+returns their share, and the shares of all micro-batches and ranks add up to the result of one call on all rows:
 
     counts = LossCounts.of(response_mask_of_the_mini_batch)
     loss   = sum over micro-batches and ranks of compute_..._loss(micro_batch, ..., counts=counts)
@@ -20,9 +23,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.kl import MAX_LOG_RATIO, masked_kl_penalty
-from rolepool.algorithm.masked import keep_masked, masked_mean, masked_sum
 from rolepool.algorithm.registry import register_policy_loss
+from rolepool.errors import DataError
+
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+WHITEN_EPSILON = 1e-8
+
+
+def keep_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values if mask is 1, exactly 0 otherwise: `x_i if m_i else 0` (not `x_i * m_i`, which keeps NaN)."""
+    if values.shape != mask.shape:
+        raise DataError(f"values of shape {tuple(values.shape)} do not match a mask of shape {tuple(mask.shape)}")
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i, over all axes or over `axis`."""
+    return keep_masked(values, mask).sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """sum_i m_i x_i / sum_i m_i, over all axes or over `axis`; 0 if no token is kept."""
+    return masked_sum(values, mask, axis) / mask.bool().sum(dim=axis).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """sum_i m_i (x_i - mean)^2 / (n - 1) with n = sum_i m_i. 0 for fewer than two tokens."""
+    squares = (keep_masked(values, mask) - masked_mean(values, mask)).square()
+    return masked_sum(squares, mask) / (mask.bool().sum() - 1).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) for the kept tokens, 0 elsewhere.
+
+    Computed in float64 from differences to the first kept value, so that equal values give exactly 0: the mean of
+    equal numbers may differ from them by rounding, which the division would multiply by up to 10,000.
+    """
+    first = values[mask.bool()][:1].sum().double()
+    differences = keep_masked(values.double() - first, mask)
+    mean = masked_mean(differences, mask)
+    whitened = (differences - mean) * torch.rsqrt(masked_var(differences, mask) + WHITEN_EPSILON)
+    return keep_masked(whitened, mask).to(values.dtype)
+
+
+def compute_explained_variance(returns: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
+    """1 - var(returns - values) / (var(returns) + 1e-5): 1 for an exact critic, 0 for a constant one."""
+    errors = keep_masked(returns, response_mask) - keep_masked(values, response_mask)
+    return 1 - masked_var(errors, response_mask) / (masked_var(returns, response_mask) + 1e-5)
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimates of KL(policy || reference) from each sampled token (Schulman, "Approximating KL divergence", 2020).
+
+    With d = log p - log q, p the policy and q the reference:
+
+    kl, k1          d                  unbiased, may be negative
+    abs             |d|
+    mse, k2         d^2 / 2            biased, low variance
+    low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
+                                       10, so that one outlier token cannot dominate the batch; such a token has no
+                                       gradient
+    """
+    difference = logprob - ref_logprob
+    match kl_penalty:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case "low_var_kl" | "k3":
+            clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
+    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
+
+
+def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
+    """`kl_penalty` of the tokens of the mask, 0 elsewhere."""
+    return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
 
 
 @dataclass(frozen=True)
@@ -92,9 +171,6 @@ def compute_policy_loss_vanilla(
     pg_clipfrac (fraction of tokens with the clipped term), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
     (fraction of tokens limited by c).
     """
-    if clip_ratio_c <= 1:
-        raise ValueError(f"clip_ratio_c must be above 1, not {clip_ratio_c}")
-    counts = LossCounts.of(response_mask) if counts is None else counts
     advantages = keep_masked(advantages, response_mask)
     log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -134,7 +210,6 @@ def compute_value_loss(
     vf_clipfrac is the fraction of tokens with the clipped term; like the metrics of the policy loss it is a share of
     the mini-batch's token mean, without gradient.
     """
-    counts = LossCounts.of(response_mask) if counts is None else counts
     vpreds, returns, values = (keep_masked(tensor, response_mask) for tensor in (vpreds, returns, values))
     unclipped = (vpreds - returns).square()
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
@@ -142,22 +217,5 @@ def compute_value_loss(
     return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
 
 
-def compute_kl_loss(
-    log_prob: Tensor,
-    ref_log_prob: Tensor,
-    response_mask: Tensor,
-    kl_loss_type: str,
-    loss_agg_mode: str,
-    *,
-    counts: LossCounts | None = None,
-) -> Tensor:
-    """`kl_penalty(log_prob, ref_log_prob, kl_loss_type)` of every token of the mask, aggregated.
-
-    Multiply it by its coefficient and add it to the loss.
-    """
-    kl_bt = masked_kl_penalty(log_prob, ref_log_prob, response_mask, kl_loss_type)
-    return agg_loss(kl_bt, response_mask, loss_agg_mode, counts=counts)
-
-
-def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts) -> Tensor:
+def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:
     return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)

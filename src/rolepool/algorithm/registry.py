@@ -27,7 +27,7 @@ class Registry:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, needs: Sequence[str] = ()) -> Callable[[Function], Function]:
-        """A decorator that gives a function a name. `needs` are the arguments that it cannot do without."""
+        """A decorator that gives a function a name. `needs` names the arguments that must not be None."""
 
         def add(function: Function) -> Function:
             if self._functions.setdefault(name, function) is not function:
@@ -45,7 +45,7 @@ class Registry:
         if os.getcwd() not in sys.path:  # noqa: PTH109
             sys.path.append(os.getcwd())  # noqa: PTH109
         try:
-            function = getattr(import_module(module), attribute)
+            function: Callable[..., Any] = getattr(import_module(module), attribute)
             kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -55,8 +55,7 @@ class Registry:
             ) from None
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ConfigError(f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it")
-        found: Callable[..., Any] = function
-        return found
+        return function
 
     def needs_of(self, name: str) -> Needs:
         """What the function of this name was registered to need."""

@@ -5,7 +5,8 @@ Owns the rules for all keys. Does not know any key by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -24,10 +25,7 @@ class Section(BaseModel):
 
     def at(self, path: str) -> Any:
         """The value, or the section, at a dotted path below this section."""
-        value: Any = self
-        for name in path.split("."):
-            value = getattr(value, name)
-        return value
+        return attrgetter(path)(self)
 
 
 def follows(key: str) -> Any:
@@ -35,8 +33,7 @@ def follows(key: str) -> Any:
     return Field(default=f"${{{key}}}")
 
 
-def as_list(value: Any) -> Any:
-    """Accept a single item without brackets."""
+def _as_tuple(value: Any) -> Any:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
@@ -56,4 +53,6 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Paths = Annotated[tuple[str, ...], Strict(False), BeforeValidator(as_list)]
+Item = TypeVar("Item")
+Items = Annotated[tuple[Item, ...], Strict(False), BeforeValidator(_as_tuple)]
+"""A list of texts. One text needs no brackets, and null is an empty list."""

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 Needs = tuple[str, ...]
-"""Arguments that a function cannot do without. `values` need a critic, `reward_baselines` greedy responses."""
+"""Arguments that a function must get. `values` need a critic, `reward_baselines` need greedy responses."""
 
 ADV_ESTIMATORS: dict[str, Needs] = {
     "gae": ("values",),

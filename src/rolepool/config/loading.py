@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
-Owns merging, `${...}` references (with OmegaConf) and the messages about single keys. Rules about combinations of keys
-are in `consistency`.
+Owns merging, `${...}` references (with OmegaConf), what a key means, and the messages about single keys. Rules about
+combinations of keys are in `consistency`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import Any
 
 import yaml
@@ -23,11 +23,31 @@ from pydantic import ValidationError
 
 from rolepool.config.consistency import contradictions
 from rolepool.config.schema import Config, Key, all_keys, all_sections
-from rolepool.config.unsupported import why_unsupported
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
+
+
+NOT_IMPLEMENTED: dict[str, Any] = {
+    "actor_rollout_ref.model.lora_rank": 0,
+    "actor_rollout_ref.model.lora_alpha": 16,
+    "actor_rollout_ref.rollout.name": "native",
+}
+"""Keys that training does not implement yet, with the one value that works."""
+
+UNSUPPORTED = {
+    r"actor_rollout_ref\.hybrid_engine": "actor and rollout share processes if they share a pool; set placement.roles",
+    r".*micro_batch_size": "it counts over all ranks; use the key with this name and _per_gpu at its end",
+    r".*\.megatron": "only FSDP2 is supported; remove it",
+    r"(critic|reward_model|actor_rollout_ref\.ref)\.strategy": "all roles use FSDP2; remove it",
+    r".*\.ulysses_sequence_parallel_size": "sequence parallelism is not supported; remove it",
+    r"actor_rollout_ref\.rollout\.mode": "there is one rollout mode; remove it",
+    r"reward_model\.reward_manager": "rule rewards need no manager; use custom_reward_function.path",
+    r"reward_model\.(enable_resource_pool|n_gpus_per_node|nnodes)": "set placement.pools and placement.roles",
+    r"data\.(image|video)_key": "only text is supported; remove it",
+}
+"""Keys of other trainers that rolepool does not have, as patterns: why, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +59,34 @@ class LoadedConfig:
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""
-        value: Any = self.config.model_dump(mode="json")
-        for part in path.split("."):
-            value = value[part]
-        return value
+        return reduce(getitem, path.split("."), self.config.model_dump(mode="json"))
 
     def to_yaml(self) -> str:
         """Every key with its value."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def check_implemented(self) -> None:
+        """Raise ConfigError if a key has a value that training does not implement."""
+        wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
+        if wrong:
+            raise ConfigError(f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items())
+
+    def explain(self, path: str) -> str:
+        """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
+        below = [key for key in all_keys().values() if key.path.startswith(f"{path}.")]
+        if below:
+            return "\n".join(f"{key.path} = {show(self.value_of(key.path))}\n  {key.doc}" for key in below)
+        if path not in all_keys():
+            raise ConfigError(f"{show(path)}: {unknown_key(path)}")
+        key = all_keys()[path]
+        lines = [f"{path} = {show(self.value_of(path))}", key.doc, f"type: {key.type_text}"]
+        lines += [f"default: {show(key.default)}", *([status(path)] if path in NOT_IMPLEMENTED else [])]
+        return "\n  ".join(lines)
+
+
+def status(path: str) -> str:
+    """What a key that is not implemented can be set to."""
+    return f"not implemented yet, only {show(NOT_IMPLEMENTED[path])} works"
 
 
 def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
@@ -63,10 +103,11 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
         for path, value in _flatten(tree):
             if (problem := _problem_with(path, value)) is not None:
                 problems.append(problem)
-            elif path not in all_sections():
-                leaves[path] = _merged(leaves[path], value, path) if path in leaves else value
-    tree, broken = _resolve(leaves, problems)
-    config = _validate(tree, broken, frozenset(leaves), problems)
+            else:
+                leaves[path] = _merged(leaves.get(path), value, path)
+    resolved, broken = _resolve(leaves, problems)
+    config = _validate(resolved, broken, leaves, problems)
+    problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return LoadedConfig(config, frozenset(leaves))
@@ -86,27 +127,23 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def nearest_key(path: str) -> str | None:
-    """The key that a mistyped one most likely means."""
+def unknown_key(path: str) -> str:
+    """The message for a key that does not exist, with the key that the user most likely means."""
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     close = [key for key in keys if key.endswith(f".{path}")]
     for candidates, cutoff in ((keys, 0.75), (same_leaf, 0.0), (keys, 0.5)):
         close = close or difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)
-    return close[0] if close else None
+    return f"unknown key; did you mean {close[0]}?" if close else "unknown key; `rolepool config` lists all keys"
 
 
 # Reading files and overrides
 
 
 def _read_file(file: str) -> dict[str, Any]:
-    path = Path(file)
-    try:
-        if not path.is_file():
-            raise ConfigError(f"config file {show(file)}: no such file; give a YAML file, or key=value for an override")
-        content = _plain(OmegaConf.to_container(OmegaConf.load(path), resolve=False))
-    except (OSError, *UNPARSABLE) as error:
-        raise ConfigError(f"config file {show(file)}: {_one_line(error)}") from None
+    fix = "give a YAML file, or key=value for an override"
+    with explained(f"config file {show(file)}: cannot be read", fix, *UNPARSABLE):
+        content = _plain(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
     if not isinstance(content, dict):
         raise ConfigError(f"config file {show(file)}: must contain keys and values, not a list")
     return {str(name): value for name, value in content.items()}
@@ -117,15 +154,12 @@ def _parse_override(text: str) -> dict[str, Any]:
     path, equals, value = text.partition("=")
     path = path.strip()
     if path.startswith("~"):
-        raise ConfigError(f"{show(text)}: keys cannot be deleted; leave {show(path[1:])} out to use its default")
+        raise ConfigError(f"{show(text)}: keys cannot be deleted; do not set {show(path[1:])} to use its default")
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
-    try:
-        text.encode()
+    with explained(f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE):
         tree: Any = _plain(_parse_value(value, all_keys().get(path)))
-    except UNPARSABLE as error:
-        raise ConfigError(f"{path}={show(value)}: not valid YAML ({_one_line(error)}); put text in quotes") from None
     for name in reversed(path.split(".")):
         tree = {name: tree}
     return dict(tree)
@@ -135,10 +169,11 @@ def _parse_value(text: str, key: Key | None) -> Any:
     """YAML, except that an unquoted word stays text for a text key, and `{a:1}` needs no space after the colon."""
     stripped = text.strip()
     if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
-        return stripped
-    if stripped[:1] in ("{", "["):
-        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text)
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+        parsed = OmegaConf.create({"value": stripped})
+    else:
+        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text) if stripped[:1] in ("{", "[") else text
+        parsed = OmegaConf.from_dotlist([f"value={text}"])
+    return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload,index]
 
 
 def _plain(value: Any) -> Any:
@@ -151,7 +186,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """Leaves by dotted path. A key whose value is a mapping is one leaf."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, dict) and value and path not in all_keys():
+        if isinstance(value, dict) and (path in all_sections() or (value and path not in all_keys())):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
@@ -161,11 +196,13 @@ def _problem_with(path: str, value: Any) -> str | None:
     """Why this key cannot be set; None if it can."""
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
-        problem = f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
-        return problem if value != {} else None
+        return f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
     if value == "???":
-        return f"{path}=???: has no value yet; set one, or leave the key out to use its default"
-    return None if path in all_keys() else f"{path}={show(value)}: {why_unsupported(path) or unknown_key(path)}"
+        return f"{path}=???: has no value yet; set one, or remove the key to use its default"
+    if path in all_keys():
+        return None
+    reasons = [reason for pattern, reason in UNSUPPORTED.items() if re.fullmatch(rf"{pattern}(\..*)?", path)]
+    return f"{path}={show(value)}: {f'not supported: {reasons[0]}' if reasons else unknown_key(path)}"
 
 
 def _merged(old: Any, new: Any, path: str = "") -> Any:
@@ -175,12 +212,6 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
     if path == "placement.pools":  # a pool may also be written as a list
         old = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in old.items()}
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
-
-
-def unknown_key(path: str) -> str:
-    """The message for a key that does not exist."""
-    meant = nearest_key(path)
-    return f"unknown key; did you mean {meant}?" if meant else "unknown key; `rolepool config` lists all keys"
 
 
 # Resolving and validating
@@ -195,49 +226,37 @@ def _defaults() -> DictConfig:
     return tree
 
 
-def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:
-    """The defaults, replaced by the user's values, with all `${...}` resolved; and the keys whose reference failed."""
-    tree = copy.deepcopy(_defaults())
-    broken: set[str] = set()
+def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
+    """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved."""
+    tree, broken = copy.deepcopy(_defaults()), set[str]()
     for path, value in leaves.items():
-        try:
-            OmegaConf.update(tree, path, value, merge=False)
-        except UNPARSABLE:
-            problems.append(f"{path}={show(value)}: its ${{...}} is not closed, or does not name a key")
-            broken.add(path)
-    for path in [path for path in leaves if path not in broken and "${" in str(leaves[path])]:
+        OmegaConf.update(tree, path, value, merge=False)
+    references = {path: value for path, value in leaves.items() if "${" in str(value)}
+    for path, value in references.items():
         try:
             resolved = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
             if OmegaConf.is_config(resolved):
                 OmegaConf.to_container(resolved, resolve=True)
         except UNPARSABLE as error:
-            reason = "refers to itself" if isinstance(error, RecursionError) else _one_line(error)
-            problems.append(f"{path}={show(leaves[path])}: the reference cannot be resolved ({reason})")
+            problems.append(f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})")
             broken.add(path)
-    for path in broken:
-        OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
-    container = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}, broken
+    return tree, broken
 
 
-def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], problems: list[str]) -> Config:
-    """Check every key; then set wrong keys to their defaults and check all rules that do not mention those keys.
+def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], problems: list[str]) -> Config:
+    """Check every key. Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too.
 
     A key that follows a wrong key is wrong too, but the user did not write it: only the written key is reported.
     """
+    for path in broken:
+        OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(OmegaConf.to_container(tree, resolve=True))
     except ValidationError as error:
-        items = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
-        problems.extend(_sentence(item) for leaf, item in items if leaf in set_keys)
-        defaults = OmegaConf.to_container(_defaults(), resolve=True)
-        broken = broken | {leaf for leaf, _ in items}
-        for path in broken:
-            _copy_leaf(path, defaults, tree)
-        config = Config.model_validate(tree)
-    problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
-    return config
+        wrong = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
+    problems.extend(_sentence(leaf, item) for leaf, item in wrong if leaf in leaves)
+    broken.update(leaf for leaf, _ in wrong)
+    return _validate(tree, broken, leaves, [])
 
 
 def _leaf_of(location: tuple[int | str, ...]) -> str:
@@ -246,39 +265,13 @@ def _leaf_of(location: tuple[int | str, ...]) -> str:
     return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
-def _copy_leaf(path: str, source: Any, target: dict[str, Any]) -> None:
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        source, target = source[parent], target[parent]
-    target[leaf] = source[leaf]
-
-
-_WORDS = {
-    "Input should be": "must be",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "Field required": "is missing",
-    "Extra inputs are not permitted": "is not known here",
-}
-"""pydantic's words, and the words that our errors use."""
-
-
-def _sentence(item: Any) -> str:
+def _sentence(leaf: str, item: Any) -> str:
     """One pydantic error as key, value and allowed values."""
-    path, leaf = ".".join(str(part) for part in item["loc"] if part != "[key]"), _leaf_of(item["loc"])
-    allowed = item["msg"].removeprefix("Value error, ")
-    for theirs, ours in _WORDS.items():
-        allowed = allowed.replace(theirs, ours)
+    path = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    allowed = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if path == leaf and item["type"] not in ("value_error", "finite_number", "less_than_equal"):
         allowed = f"must be {all_keys()[path].type_text}"
     allowed += "; put it in quotes" if item["type"] == "string_type" else ""
     allowed += f"; see `rolepool config {leaf}`" if path != leaf else ""
     value = "" if item["type"] == "missing" else f"={show(item['input'])}"
-    return f"{path}{value}: {allowed[:1].lower()}{allowed[1:]}"
-
-
-def _one_line(error: BaseException) -> str:
-    """The first line of an error that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if text.isprintable() else repr(text)
+    return f"{path}{value}: {allowed}"

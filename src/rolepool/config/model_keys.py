@@ -6,17 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from rolepool.config.base import (
-    Count,
-    CountOrMinusOne,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Positive,
-    Ratio,
-    Section,
-    follows,
-)
+from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
 from rolepool.config.functions import PolicyLossName
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -24,18 +14,16 @@ KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class FsdpConfig(Section):
+class RefFsdpConfig(Section):
     param_offload: bool = False
     """Keep the role's weights in host memory while the role is idle."""
+
+
+class FsdpConfig(RefFsdpConfig):
     optimizer_offload: bool = False
     """Keep the role's optimizer states in host memory except during its update."""
     fsdp_size: CountOrMinusOne = -1
     """Number of ranks that one copy of the weights is sharded over; -1 uses the whole pool. Must divide the pool."""
-
-
-class RefFsdpConfig(Section):
-    param_offload: bool = False
-    """Keep the reference's weights in host memory while the role is idle."""
 
 
 class OptimConfig(Section):
@@ -69,7 +57,7 @@ class PolicyModelConfig(Section):
     """Pack sequences without padding."""
     trust_remote_code: bool = False
     """Run Python code from the model folder. Set it only for folders that you trust."""
-    lora_rank: CountOrZero = 0
+    lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: Count = 16
     """Scale of LoRA adapters."""

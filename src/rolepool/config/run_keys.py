@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from rolepool.config.base import (
-    Count,
-    CountOrMinusOne,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Paths,
-    Positive,
-    Ratio,
-    Section,
-    as_list,
-)
+from rolepool.config.base import Count, CountOrMinusOne, CountOrZero, Items, NonNegative, Positive, Ratio, Section
 from rolepool.config.functions import AdvEstimatorName
 from rolepool.config.model_keys import KlEstimator
 
@@ -27,9 +16,9 @@ MAX_SLOTS = 2**20
 
 
 class DataConfig(Section):
-    train_files: Paths = ()
+    train_files: Items[str] = ()
     """Parquet or JSONL files with training prompts."""
-    val_files: Paths = ()
+    val_files: Items[str] = ()
     """Parquet or JSONL files with validation prompts."""
     train_batch_size: Count = 1024
     """Prompts in one training step, over all ranks."""
@@ -103,9 +92,7 @@ class TrainerConfig(Section):
     """Project name for loggers."""
     experiment_name: str = "default"
     """Name of the run."""
-    logger: Annotated[
-        tuple[Literal["console", "tensorboard", "wandb", "mlflow"], ...], Strict(False), BeforeValidator(as_list)
-    ] = ("console",)
+    logger: Items[Literal["console", "tensorboard", "wandb", "mlflow"]] = ("console",)
     """Where metrics are logged, in addition to metrics.jsonl in the run folder."""
     save_freq: CountOrMinusOne = -1
     """Save a checkpoint every N steps; -1 never saves."""
@@ -149,14 +136,21 @@ class SplitConfig(Section):
     """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool its own GPUs."""
 
 
+def _with_a_process(per_node: tuple[int, ...]) -> tuple[int, ...]:
+    if not any(per_node):
+        raise ValueError("must hold at least one process")
+    return per_node
+
+
+NumProcesses = Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)]
+
+
 class PoolConfig(Section):
     per_node: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)], ...],
-        Strict(False),
-        Field(max_length=MAX_NODES),
+        tuple[NumProcesses, ...], Field(strict=False, max_length=MAX_NODES), AfterValidator(_with_a_process)
     ]
     """Number of processes on each node, one GPU each; 0 skips a node."""
-    share: Fraction = 1.0
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of each GPU, including its memory, that the pool uses."""
 
     @model_validator(mode="before")
@@ -165,13 +159,6 @@ class PoolConfig(Section):
         if not isinstance(value, list | tuple | dict):
             raise ValueError("must be a list such as [2,2], or {per_node: [2,2], share: 0.5}")
         return value if isinstance(value, dict) else {"per_node": value}
-
-    @field_validator("per_node")
-    @classmethod
-    def _hold_at_least_one_process(cls, per_node: tuple[int, ...]) -> tuple[int, ...]:
-        if not any(per_node):
-            raise ValueError("must hold at least one process")
-        return per_node
 
 
 PoolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$", max_length=64)]

@@ -4,7 +4,7 @@ The task is next letters: a prompt is a few letters, and the answer is the next 
 `d b a c`. The reward is the fraction of correct letters, so that even a random policy earns something it can learn
 from; the best answer that ignores the prompt earns 1 in 8. Validation prompts do not occur in training.
 
-Owns the folders it writes, each complete or absent. Their content depends only on this file.
+Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import itertools
 import json
 import os
 import random
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from rolepool.errors import ConfigError
@@ -75,22 +68,18 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
     if place.exists() and (not place.is_dir() or (any(place.iterdir()) and version is None)):
         raise ConfigError(f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo")
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-    try:
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        new, old = Demo(temporary / "new"), temporary / "old"
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as temporary:
+        new = Demo(Path(temporary) / "new")
         new.folder.mkdir()
         _write(new)
         if _version_of(place) not in (None, VERSION):
             with suppress(FileNotFoundError):  # another process has moved it
-                place.rename(old)
+                place.rename(Path(temporary) / "old")
         try:
             new.folder.rename(place)
         except OSError:
             if _version_of(place) != VERSION:  # otherwise another process has made the same folder
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return demo
 
 
@@ -102,42 +91,48 @@ def _version_of(folder: Path) -> Any:
         return None
 
 
-# --- the task -----------------------------------------------------------------------------------------------------
-
-
 def next_letters(letters: str) -> str:
     """The correct answer to letters separated by spaces."""
     return " ".join(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split())
 
 
-def _rows(prompts: list[str], split: str) -> Iterator[dict[str, Any]]:
-    for index, letters in enumerate(prompts):
-        yield {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": letters}],
-            "reward_model": {"style": "rule", "ground_truth": next_letters(letters)},
-            "extra_info": {"split": split, "index": index},
-        }
-
-
-# --- the folder ---------------------------------------------------------------------------------------------------
+def _row(letters: str, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": letters}],
+        "reward_model": {"style": "rule", "ground_truth": next_letters(letters)},
+        "extra_info": {"split": split, "index": index},
+    }
 
 
 def _write(demo: Demo) -> None:
     prompts = [" ".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)]
     random.Random(SEED).shuffle(prompts)
-    _write_rows(demo.val_file, _rows(prompts[:NUM_VAL_PROMPTS], "val"))
-    _write_rows(demo.train_file, _rows(prompts[NUM_VAL_PROMPTS:], "train"))
-    _write_model(demo.model, LlamaForCausalLM, _model_config())
-    _write_model(demo.reward_model, LlamaForSequenceClassification, _model_config(num_labels=1))
+    splits = {demo.val_file: prompts[:NUM_VAL_PROMPTS], demo.train_file: prompts[NUM_VAL_PROMPTS:]}
+    for file, chosen in splits.items():
+        rows = (_row(letters, file.stem, index) for index, letters in enumerate(chosen))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    _write_model(demo.model, LlamaForCausalLM)
+    _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
     (demo.folder / MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
 
 
-def _write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _write_model(folder: Path, model_class: Callable[[LlamaConfig], PreTrainedModel], config: LlamaConfig) -> None:
+def _write_model(
+    folder: Path, model_class: type[LlamaForCausalLM | LlamaForSequenceClassification], **more: Any
+) -> None:
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.05,  # learns twice as fast as with the usual 0.02
+        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=VOCABULARY.index(EOS),
+        bos_token_id=None,
+        **more,
+    )
     with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(SEED)
         model = model_class(config)
@@ -155,22 +150,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def _model_config(**more: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.05,  # learns twice as fast as with the usual 0.02
-        pad_token_id=VOCABULARY.index(PAD),
-        eos_token_id=VOCABULARY.index(EOS),
-        bos_token_id=None,
-        **more,
-    )
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

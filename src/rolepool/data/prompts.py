@@ -1,79 +1,92 @@
-"""Prompts as token ids: rows of the data files are checked, rendered with the chat template and truncated.
+"""Prompts as token ids, and batches of them, from rows of Parquet and JSONL files.
 
-Owns what a row must contain and what happens to a prompt that is too long. A `PromptSet` reads and tokenizes every row
-once when it is created, so that a bad row is reported before any process starts. The tokens stay in memory, four bytes
-each; everything else is read again when a row is used.
+Owns the two formats, what a row must contain, and what happens to a prompt that is too long. A `PromptSet` reads and
+tokenizes every row once when it is created, so that a bad row is reported before any process starts. It keeps the
+tokens in memory, four bytes each. It reads everything else again when a row is used: a line of a JSONL file is parsed
+then, and a Parquet file is kept as Arrow columns.
 
-Does not know epochs or batches, and knows of rewards only that every row needs one.
+Owns the position in the data, too. A `PromptLoader` decides which rows belong to which step, in an order that depends
+only on the seed and the epoch. Its position is a plain dict in the checkpoint. It counts rows, not steps or ranks, so a
+run resumes at the same prompt with any placement and batch size.
+
+Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from rolepool.config import Config
 from rolepool.config.loading import show
-from rolepool.data.files import Row, open_rows
-from rolepool.data.rewards import find_rule, rule_for
-from rolepool.errors import ConfigError, DataError
+from rolepool.data.rewards import rule_for
+from rolepool.errors import ConfigError, DataError, explained, one_line
+from rolepool.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-Lengths = npt.NDArray[np.int64]
-Truncation = Literal["error", "left", "right", "middle"]
+Row = dict[str, Any]
 
 MAX_PROBLEMS_SHOWN = 5
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
-def train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.train_files`."""
-    data = config.data
-    return PromptSet("data.train_files", data.train_files, data.train_max_samples, config, tokenizer)
-
-
-def val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """The prompts of `data.val_files`."""
-    return PromptSet("data.val_files", config.data.val_files, config.data.val_max_samples, config, tokenizer)
+def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, from a folder or hub id. If it has no pad token, its end-of-sequence token is used."""
+    key = f"actor_rollout_ref.model.path={show(path)}"
+    if path is None:
+        raise ConfigError(f"{key}: no model is set; give a folder or a hub id")
+    place = str(Path(path).expanduser())
+    # OSError: files are missing. ValueError, KeyError: they belong to something else.
+    with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 class PromptSet:
-    """The prompts of one or more files, numbered in the order of the files; prompts that are left out do not count."""
+    """The prompts of `data.train_files` or `data.val_files`, numbered in the order of the files.
 
-    def __init__(
-        self, key: str, files: Sequence[str], max_samples: int, config: Config, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        if not files:
-            raise ConfigError(f"{key}: is empty; name at least one .parquet or .jsonl file")
-        self.key = key
-        self._data = config.data
-        self._tokenizer = tokenizer
+    Prompts that are skipped because they are too long have no number.
+    """
+
+    def __init__(self, split: Literal["train", "val"], config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.key = f"data.{split}_files"
+        self._data, self._tokenizer = config.data, tokenizer
         self._rule_decides = not config.reward_model.enable and config.custom_reward_function.path is None
         columns = (config.data.prompt_key, "data_source", "reward_model", "extra_info")
-        self._files = [open_rows(path, key, columns) for path in files]
-        self._ends = list(accumulate(len(file) for file in self._files))
-        num_rows = self._ends[-1] if max_samples < 0 else min(max_samples, self._ends[-1])
+        self._files = [_open_rows(path, self.key, columns) for path in config.at(self.key)]
+        self._ends = list(accumulate(file.num_rows for file in self._files))
+        max_samples: int = config.at(f"data.{split}_max_samples")
+        num_rows = sum(file.num_rows for file in self._files)
+        num_rows = num_rows if max_samples < 0 else min(max_samples, num_rows)
         if num_rows == 0:
-            raise DataError(f"{key}: there are no rows in {', '.join(files)}")
+            files = show(config.at(self.key))
+            raise DataError(f"{self.key}={files}: there are no rows; name .parquet or .jsonl files with rows")
         self._token_ids = array("i")
-        """The tokens of all rows, one row after another, cut to length."""
-        lengths, self.digest = self._check(num_rows)
+        """The tokens of all rows, one row after another, truncated."""
+        lengths, self.digest = self._read(num_rows)
         self._starts = np.concatenate([[0], np.minimum(lengths, config.data.max_prompt_length).cumsum()])
         self._rows = self._choose(lengths)
-        logger.info("%s: %d prompts of up to %d tokens", key, len(self), lengths[self._rows].max())
+        logger.info("%s: %d prompts of up to %d tokens", self.key, len(self), lengths[self._rows].max())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -82,136 +95,186 @@ class PromptSet:
         """The prompts with these numbers, as columns. `origin` is a row's place in the files, for error messages."""
         row_numbers = self._rows[list(numbers)].tolist()
         rows = [self._parse(number) for number in row_numbers]
-        columns = {name: [row[name] for row in rows] for name in ("data_source", "reward_model", "extra_info")}
+        names = ("data_source", "reward_model", "extra_info", "origin")
         all_ids = [self._token_ids[self._starts[row] : self._starts[row + 1]].tolist() for row in row_numbers]
-        return {**columns, "raw_prompt_ids": all_ids, "origin": [self._name(number) for number in row_numbers]}
+        return {**{name: [row[name] for row in rows] for name in names}, "raw_prompt_ids": all_ids}
 
-    # --- the one pass over all rows -------------------------------------------------------------------------------
-
-    def _check(self, num_rows: int) -> tuple[Lengths, str]:
-        """The length of every prompt in tokens, and a digest of all tokens, which are kept. Raises DataError for bad
-        rows."""
-        lengths = np.zeros(num_rows, dtype=np.int64)
-        data_sources: set[str] = set()
+    def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
+        """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
+        digest of all tokens. Raises DataError for bad rows."""
+        lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)
         problems: list[str] = []
-        num_bad = 0
         for start in range(0, num_rows, _CHUNK_ROWS):
-            names, prompts = [], []
+            rows: list[Row] = []
             for number in range(start, min(start + _CHUNK_ROWS, num_rows)):
                 try:
-                    row = self._parse(number)
+                    rows.append(self._parse(number))
                 except DataError as error:
-                    num_bad += 1
-                    problems += error.problems if num_bad <= MAX_PROBLEMS_SHOWN else ()
-                    continue
-                prompts.append(row[self._data.prompt_key])
-                names.append(self._name(number))
-                data_sources.add(row["data_source"])
-            if num_bad:
+                    problems.extend(error.problems)
+            if problems:
                 continue  # training cannot start, so only look for more bad rows
-            for number, ids in enumerate(self._tokenize(prompts, names), start=start):
-                lengths[number] = len(ids)
+            for ids in self._tokenize(rows):
+                lengths.append(len(ids))
                 digest.update(array("q", [len(ids), *ids]).tobytes())
                 self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
-        if num_bad > MAX_PROBLEMS_SHOWN:
-            problems.append(f"{self.key}: {num_bad - MAX_PROBLEMS_SHOWN} more of {num_rows} rows are bad")
+        if len(problems) > MAX_PROBLEMS_SHOWN:
+            more = f"{self.key}: {len(problems) - MAX_PROBLEMS_SHOWN} more of {num_rows} rows are bad"
+            problems = [*problems[:MAX_PROBLEMS_SHOWN], more]
         if problems:
             raise DataError(problems)
-        for data_source in sorted(data_sources) if self._rule_decides else ():
-            rule_for(data_source)
-        return lengths, digest.hexdigest()
+        return np.array(lengths, dtype=np.int64), digest.hexdigest()
 
-    def _choose(self, lengths: Lengths) -> npt.NDArray[np.intp]:
-        """The numbers of the rows to use. Raises DataError if a prompt is too long and may not be cut or left out."""
-        longest = self._data.max_prompt_length
+    def _choose(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.intp]]:
+        """The numbers of the rows to use. Raises DataError if a prompt is too long to be used."""
+        longest, key = self._data.max_prompt_length, f"data.max_prompt_length={self._data.max_prompt_length}"
         overlong = np.flatnonzero(lengths > longest)
-        if not len(overlong) or (self._data.truncation != "error" and not self._data.filter_overlong_prompts):
-            return np.arange(len(lengths))
-        if not self._data.filter_overlong_prompts:
-            more = f" ({len(overlong)} of {len(lengths)} prompts are too long, the longest has {lengths.max()})"
+        if len(overlong) and self._data.filter_overlong_prompts:
+            logger.warning("%s: skipped %d of %d prompts, longer than %s", self.key, len(overlong), len(lengths), key)
+            if len(overlong) == len(lengths):
+                fix = f"set data.max_prompt_length to at least {lengths.min()}"
+                raise DataError(f"{self.key}: all {len(lengths)} prompts have more tokens than {key}; {fix}")
+            return np.flatnonzero(lengths <= longest)
+        if len(overlong) and self._data.truncation == "error":
+            first, most = int(overlong[0]), lengths.max()
             raise DataError(
-                f"{self._name(int(overlong[0]))}: the prompt has {lengths[overlong[0]]} tokens, more than "
-                f"data.max_prompt_length={longest}{more if len(overlong) > 1 else ''}. Set data.max_prompt_length="
-                f"{lengths.max()}, data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
+                f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key} "
+                f"({len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}). Set data."
+                f"max_prompt_length={most}, data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
             )
-        if len(overlong) == len(lengths):
-            raise DataError(
-                f"{self.key}: all {len(lengths)} prompts have more than data.max_prompt_length={longest} tokens "
-                f"(the shortest has {lengths.min()}): data.filter_overlong_prompts=true leaves none; raise the length"
-            )
-        left_out = f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={longest}"
-        logger.warning("%s: %s and are left out", self.key, left_out)
-        return np.flatnonzero(lengths <= longest)
-
-    # --- one row --------------------------------------------------------------------------------------------------
-
-    def _place(self, row_number: int) -> tuple[int, int]:
-        """The index of a row's file, and the row's number in that file."""
-        file = bisect_right(self._ends, row_number)
-        return file, row_number - (self._ends[file - 1] if file else 0)
-
-    def _name(self, row_number: int) -> str:
-        file, number = self._place(row_number)
-        return self._files[file].name(number)
+        return np.arange(len(lengths))
 
     def _parse(self, row_number: int) -> Row:
-        file, number = self._place(row_number)
-        row = self._files[file].row(number)
-        if problem := _problem_of(row, self._data.prompt_key, rule_decides=self._rule_decides):
-            raise DataError(f"{self._files[file].name(number)}: {problem}")
-        return {**row, "reward_model": row.get("reward_model") or {}, "extra_info": row.get("extra_info") or {}}
+        """A checked row: its prompt and the columns that rewards need. `origin` is its place in the files."""
+        index = bisect_right(self._ends, row_number)
+        file, number = self._files[index], row_number - self._ends[index] + self._files[index].num_rows
+        row = file.row(number)
+        try:
+            _check_row(row, self._data.prompt_key, rule_decides=self._rule_decides)
+        except DataError as error:
+            raise DataError(f"{file.name(number)}: {error}") from error
+        needed = {"prompt": row[self._data.prompt_key], "data_source": row["data_source"], "origin": file.name(number)}
+        return needed | {name: row.get(name) or {} for name in ("reward_model", "extra_info")}
 
-    def _tokenize(self, prompts: Sequence[Any], names: Sequence[str]) -> list[list[int]]:
+    def _tokenize(self, rows: Sequence[Row]) -> list[list[int]]:
         """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
-        chats = [
-            render_chat(self._tokenizer, prompt, name)
-            for prompt, name in zip(prompts, names, strict=True)
-            if not isinstance(prompt, str)
+        prompts = [row["prompt"] for row in rows]
+        texts = [
+            prompt if isinstance(prompt, str) else render_chat(self._tokenizer, prompt, row["origin"])
+            for prompt, row in zip(prompts, rows, strict=True)
         ]
+        all_ids: list[list[int]] = [[] for _ in rows]
         # A template writes special tokens itself; for a plain string the tokenizer adds them.
-        ids_of_chats = self._encode(chats, add_special_tokens=False)
-        ids_of_texts = self._encode([prompt for prompt in prompts if isinstance(prompt, str)], add_special_tokens=True)
-        all_ids = [next(ids_of_texts if isinstance(prompt, str) else ids_of_chats) for prompt in prompts]
-        for ids, name in zip(all_ids, names, strict=True):
+        for kind, add_special_tokens in ((str, True), (list, False)):
+            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, kind)]
+            options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+            encoded = self._tokenizer([texts[place] for place in places], **options)["input_ids"] if places else []
+            for place, ids in zip(places, encoded, strict=True):
+                all_ids[place] = ids
+        for ids, row in zip(all_ids, rows, strict=True):
             if not ids:
-                raise DataError(f"{name}: {self._data.prompt_key} has no tokens; generation needs at least one")
+                raise DataError(f"{row['origin']}: {self._data.prompt_key} has no tokens; write at least one")
         return all_ids
-
-    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> Iterator[list[int]]:
-        if not texts:
-            return iter(())
-        encoded = self._tokenizer(
-            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-        )
-        return iter(encoded["input_ids"])
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], name: str) -> str:
     """The text of a chat, up to the start of the answer, as the tokenizer's template writes it."""
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{name}: the prompt is a chat, but the tokenizer of {tokenizer.name_or_path} has no chat template; "
-            "use a model with one (often named -Chat or -Instruct), or write the prompt as a plain string"
-        )
     try:
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
-        raise DataError(f"{name}: the chat template of {tokenizer.name_or_path} rejects this chat: {error}") from error
+        raise DataError(
+            f"{name}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
+            "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string"
+        ) from error
     return text
 
 
-def truncate(token_ids: list[int], max_length: int, mode: Truncation) -> list[int]:
-    """Truncate to `max_length` tokens: `left` and `right` cut that end, `middle` keeps both ends."""
+def truncate(token_ids: list[int], max_length: int, mode: str) -> list[int]:
+    """Truncate to `max_length` tokens: `left` removes the first tokens, `middle` keeps both ends, others the first."""
     if len(token_ids) <= max_length:
         return token_ids
-    if mode == "left":
-        return token_ids[-max_length:]
-    if mode in ("right", "error"):  # with `error` a prompt that is too long is not used
-        return token_ids[:max_length]
-    num_first = max_length // 2
-    return token_ids[:num_first] + token_ids[num_first - max_length :]
+    num_last = {"left": max_length, "middle": max_length - max_length // 2}.get(mode, 0)
+    return token_ids[: max_length - num_last] + token_ids[len(token_ids) - num_last :]
+
+
+# --- batches ------------------------------------------------------------------------------------------------------
+
+
+class PromptLoader:
+    """An endless sequence of training batches. The last rows of an epoch are dropped if they do not fill a batch."""
+
+    def __init__(self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
+        if batch_size > len(prompts):
+            raise ConfigError(
+                f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
+                f"use at most {len(prompts)}"
+            )
+        self._prompts, self._batch_size = prompts, batch_size
+        # What must be the same to resume at a saved position.
+        self._identity: dict[str, Any] = {"num_rows": len(prompts), "digest": prompts.digest}
+        self._identity.update(seed=seed, shuffle=shuffle)
+        self.num_steps_per_epoch = len(prompts) // batch_size
+        self.epoch = -1
+        """The epoch of the next batch; the first is 0."""
+        self._move_to(0, 0)
+
+    def next_batch(self) -> DataProto:
+        """The next `batch_size` prompts; see `batch_of` for the columns."""
+        rows = self._order[self._index : self._index + self._batch_size].tolist()
+        batch = batch_of(self._prompts, rows, f"epoch{self.epoch}")
+        self._move_to(self.epoch, self._index + self._batch_size)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts, and in which data; only numbers and strings."""
+        return {"epoch": self.epoch, "index": self._index, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to the position that `state_dict` returned. Raises DataError if the data or its order has changed."""
+        try:
+            epoch, index = int(state["epoch"]), int(state["index"])
+            changed = {key: (state[key], now) for key, now in self._identity.items() if state[key] != now}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
+        if changed:
+            changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
+            raise DataError(
+                f"the saved position in {self._prompts.key} belongs to other data: {changes} (digest is a hash of all "
+                "prompt tokens; seed is data.seed, or trainer.seed if that is null). Undo the change, or start a new "
+                "run with trainer.resume_mode=disable"
+            )
+        if epoch < 0 or not 0 <= index < len(self._prompts):
+            raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
+        self._move_to(epoch, index)
+
+    def _move_to(self, epoch: int, index: int) -> None:
+        """Move to row `index` of an epoch, or to the next epoch if less than a batch is left in it."""
+        if index + self._batch_size > len(self._prompts):
+            epoch, index = epoch + 1, 0
+        if epoch != self.epoch:
+            self._order = np.arange(len(self._prompts))
+            if self._identity["shuffle"]:
+                np.random.default_rng([self._identity["seed"], epoch]).shuffle(self._order)
+        self.epoch, self._index = epoch, index
+
+
+def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Iterator[DataProto]:
+    """All prompts once, in the order of the files; the last batch may be smaller. None: all prompts in one batch."""
+    size = batch_size or len(prompts)
+    for start in range(0, len(prompts), size):
+        yield batch_of(prompts, range(start, min(start + size, len(prompts))), "val")
+
+
+def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataProto:
+    """These prompts as a batch. It has no tensors, because prompts differ in length and are not padded here.
+
+    `raw_prompt_ids` are lists of token ids; `uid` names a prompt and is the same in every run, so that responses to the
+    same prompt can be found; `index` is the prompt's number, and `origin` its place in the files.
+    """
+    uids = [f"{pass_name}-row{row}" for row in rows]
+    columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}
+    return DataProto.from_dict(non_tensors=columns)
 
 
 # --- what a row must contain --------------------------------------------------------------------------------------
@@ -235,29 +298,93 @@ class _Row(BaseModel):
     extra_info: dict[str, Any] | None = None
 
 
-def _problem_of(row: Row, prompt_key: str, *, rule_decides: bool) -> str | None:
-    """Why this row cannot be used; None if it can."""
-    hints = {
-        prompt_key: "data.prompt_key names the column with the prompt",
-        "data_source": "It names the dataset, which selects the reward",
-    }
-    for name, hint in hints.items():
-        if row.get(name) is None:
-            return f"has no {name!r}; it has {', '.join(row)}. {hint}"
+_HINTS = {
+    "prompt": "; a prompt is a string, or a list of messages {role, content}; data.prompt_key names its column",
+    "data_source": "; it names the dataset, which selects the reward",
+}
+
+
+def _check_row(row: Row, prompt_key: str, *, rule_decides: bool) -> None:
+    """Raise DataError if this row cannot be used."""
     try:
-        _Row.model_validate({**row, "prompt": row[prompt_key]})
+        _Row.model_validate({**row, "prompt": row.get(prompt_key), "data_source": row.get("data_source")})
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         names = [prompt_key if part == "prompt" else str(part) for part in found["loc"] if part not in ("text", "chat")]
-        hint = "; a prompt is a string, or a list of messages {role, content}" if names[0] == prompt_key else ""
         value = "" if found["type"] == "missing" else f"={show(found['input'])}"
-        return f"{'.'.join(names)}{value}: {found['msg']}{hint}"
+        hint = _HINTS.get(str(found["loc"][0]), "")
+        raise DataError(f"{'.'.join(names)}{value}: {found['msg']}{hint} (columns: {', '.join(row)})") from None
     truth = (row.get("reward_model") or {}).get("ground_truth")
     if rule_decides and truth is None:
-        return "has no reward_model.ground_truth, which a rule compares with the response"
-    if rule_decides and (rule := find_rule(row["data_source"])):
+        raise DataError("has no reward_model.ground_truth, which a rule compares with the response")
+    if rule_decides:
+        rule_for(row["data_source"])("", truth)
+
+
+# --- the two formats ----------------------------------------------------------------------------------------------
+
+
+class _JsonlRows:
+    """Rows numbered from 0. Only the offsets of the lines are kept."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._starts = array("Q")
+        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
+        start = 0
+        with file.open("rb") as lines:
+            for line, text in enumerate(lines, start=1):
+                if text.strip():
+                    self._starts.append(start)
+                    self._lines.append(line)
+                start += len(text)
+        self.num_rows = len(self._starts)
+
+    def name(self, number: int) -> str:
+        """The name of this row in error messages."""
+        return f"{self._file}, line {self._lines[number]}"
+
+    def row(self, number: int) -> Row:
+        with self._file.open("rb") as lines:
+            lines.seek(self._starts[number])
+            text = lines.readline()
         try:
-            rule("", truth)
-        except DataError as error:
-            return str(error)
-    return None
+            row = json.loads(text)
+        except ValueError as error:  # invalid JSON or UTF-8
+            raise DataError(f"{self.name(number)}: is not JSON: {error}; write one object per line") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.name(number)}: is a JSON {type(row).__name__}; write one object per line")
+        return row
+
+
+class _ParquetRows:
+    """Rows numbered from 0. Only the columns that are needed are read."""
+
+    def __init__(self, file: Path, columns: Sequence[str]) -> None:
+        self._file = file
+        present = pyarrow.parquet.read_schema(file).names
+        wanted = [column for column in columns if column in present]
+        if not wanted:
+            raise DataError(f"{file}: has none of the columns {', '.join(columns)}; it has {', '.join(present)}")
+        # Not read_table, which reads `year=2024` in a folder's name as a column.
+        self._table = pyarrow.parquet.ParquetFile(file, memory_map=True).read(columns=wanted)
+        self.num_rows: int = self._table.num_rows
+
+    def name(self, number: int) -> str:
+        return f"{self._file}, row {number} (the first is 0)"
+
+    def row(self, number: int) -> Row:
+        (row,) = self._table.slice(number, 1).to_pylist()
+        return dict(row)
+
+
+def _open_rows(path: str, key: str, columns: Sequence[str]) -> _JsonlRows | _ParquetRows:
+    """The rows of one file. `key` is the config key that names the file, `columns` are the columns that are needed."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        place = f"looked in {file.absolute().parent}"
+        raise ConfigError(f"{key}={path}: is not a local file ({place}); name .parquet or .jsonl files")
+    if file.suffix not in (".parquet", ".jsonl", ".json"):
+        raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")
+    with explained(f"{key}={path}: cannot be read", "name a readable file", pyarrow.ArrowException):
+        return _ParquetRows(file, columns) if file.suffix == ".parquet" else _JsonlRows(file)

@@ -8,7 +8,6 @@ Does not know tokens: its input is the text of the responses.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 import re
@@ -17,15 +16,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.errors import ConfigError, DataError, RolepoolError
@@ -96,14 +90,9 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def find_rule(data_source: str) -> Rule | None:
-    """The rule for a data source, or None. `exact_match/my_set` uses `exact_match` and is reported separately."""
-    return RULES.get(data_source) or RULES.get(data_source.split("/")[0])
-
-
 def rule_for(data_source: str) -> Rule:
-    """The rule for a data source. Raises DataError if there is none."""
-    rule = find_rule(data_source)
+    """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported separately."""
+    rule = RULES.get(data_source) or RULES.get(data_source.split("/")[0])
     if rule is None:
         raise DataError(
             f"there is no built-in reward for data_source {data_source!r}; use {', '.join(RULES)} "
@@ -139,9 +128,8 @@ class RewardFunction:
         """The error, with the last line of the user's file in its traceback."""
         if self._file is None:
             return str(error)
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self._file)
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self._file)]
         where = f" at {self._file.name}:{lines[-1]}" if lines else ""
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
@@ -154,19 +142,36 @@ def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     if not file.is_file():
         raise ConfigError(f"custom_reward_function.path={file}: there is no such file; give a Python file")
     module = _import_file(file)
-    function = vars(module).get(custom.name)
+    function, key = vars(module).get(custom.name), f"custom_reward_function.name={custom.name}"
     if function is None:
-        defined = [name for name, value in inspect.getmembers(module, inspect.isfunction)]
-        there = f"it has {', '.join(defined)}" if defined else "it defines no function"
-        raise ConfigError(f"custom_reward_function.name={custom.name}: is not defined in {file}; {there}")
-    _check_signature(function, custom.name, file)
+        defined = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
+        raise ConfigError(f"{key}: is not defined in {file}, which defines {defined or 'no function'}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key}: is async in {file}; write it as a plain function")
+    with suppress(ValueError):  # builtins and C functions have no signature
+        try:
+            inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        except TypeError as error:
+            wanted = f"{custom.name}(data_source, solution_str, ground_truth, extra_info=None)"
+            raise ConfigError(f"{key}: cannot be called as {wanted} in {file}: {error}") from error
     return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
 
 
+def _import_file(file: Path) -> ModuleType:
+    module = ModuleType("rolepool_custom_reward")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
+    try:
+        # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
+    except Exception as error:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
+    return module
+
+
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
-    """The scores of the responses to a batch, which has the columns of `loader.batch_of`."""
-    if len(responses) != len(batch):
-        raise DataError(f"{len(responses)} responses for a batch of {len(batch)} rows")
+    """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     columns = batch.non_tensor_batch
     return [
         function.score(
@@ -184,38 +189,6 @@ def _score_by_data_source(data_source: str, solution_str: str, ground_truth: Any
     return rule_for(data_source)(solution_str, ground_truth)
 
 
-# --- the user's file ----------------------------------------------------------------------------------------------
-
-
-def _import_file(file: Path) -> ModuleType:
-    name = f"rolepool_custom_reward_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
-    loader = SourceFileLoader(name, str(file))
-    spec = spec_from_file_location(name, file, loader=loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look for the module there
-    try:
-        loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        reason = traceback.format_exception_only(error)[-1].strip()
-        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
-    return module
-
-
-def _check_signature(function: Any, name: str, file: Path) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"custom_reward_function.name={name}: is async in {file}; write it as a plain function")
-    with suppress(ValueError):  # builtins and C functions have no signature
-        try:
-            inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
-        except TypeError as error:
-            wanted = f"{name}(data_source, solution_str, ground_truth, extra_info=None)"
-            raise ConfigError(
-                f"custom_reward_function.name={name}: cannot be called as {wanted} in {file}: {error}"
-            ) from error
-
-
 def _as_scored(result: Any) -> Scored:
     """The score and the other numbers; entries of a dict that are not numbers (such as texts) are not logged."""
     if not isinstance(result, Mapping):
@@ -227,15 +200,13 @@ def _as_scored(result: Any) -> Scored:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return value.ndim == 0
-    return isinstance(value, Real | np.bool_)
+    """Also true for scalars of numpy and torch, which have no dimensions."""
+    return isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 
 def _as_number(value: Any, name: str) -> float:
     if not _is_number(value):
         raise TypeError(f"{name} is {type(value).__name__} {value!r:.60}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
+    if not math.isfinite(number := float(value)):
         raise ValueError(f"{name} is {number}; it must be finite")
     return number

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rolepool.algorithm import LinearLogProbs
-from rolepool.algorithm.log_probs import precise
+from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.models.compiling import compiled_for_weight
 from rolepool.models.packing import TokenRows
 from rolepool.placement.memory import LOGITS_AT_ONCE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rolepool.algorithm import LossCounts, agg_loss, compute_kl_loss, compute_policy_loss_vanilla
+from rolepool.algorithm.losses import LossCounts, agg_loss, compute_policy_loss_vanilla, masked_kl_penalty
 from rolepool.config import Config
 from rolepool.models.forward import TokenScores, response_log_probs
 from rolepool.models.packing import TokenRows
@@ -84,7 +84,8 @@ class Actor(TrainedRole):
             loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
         if keys.use_kl_loss:
-            kl_loss = compute_kl_loss(log_probs, columns["ref_log_prob"], mask, keys.kl_loss_type, mode, counts=counts)
+            kl = masked_kl_penalty(log_probs, columns["ref_log_prob"], mask, keys.kl_loss_type)
+            kl_loss = agg_loss(kl, mask, mode, counts=counts)
             loss = loss + keys.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rolepool.algorithm import LossCounts, compute_value_loss, masked_sum
+from rolepool.algorithm.losses import LossCounts, compute_value_loss, masked_sum
 from rolepool.config import Config
 from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from rolepool.config import Config
+from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import load_reward_function, score_batch
-from rolepool.data.tokenizer import load_tokenizer
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rolepool.algorithm import LossCounts
+from rolepool.algorithm.losses import LossCounts
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, CriticModelConfig, FsdpConfig, PolicyModelConfig
 from rolepool.models.checkpoint.state import load_trained, save_trained

@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolepool.algorithm import (
-    apply_kl_penalty,
-    compute_advantage,
-    compute_explained_variance,
-    get_kl_controller,
-)
+from rolepool.algorithm.advantages import KLController, apply_kl_penalty, compute_advantage
+from rolepool.algorithm.losses import compute_explained_variance
 from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
@@ -63,8 +59,7 @@ class Estimator:
     def __init__(self, config: Config) -> None:
         self.keys = config.algorithm
         self.limits = (config.data.max_prompt_length, config.data.max_response_length)
-        ctrl = self.keys.kl_ctrl
-        self.kl_controller = get_kl_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.kl_controller = KLController(self.keys.kl_ctrl)
         self.needs = adv_estimators.needs_of(self.keys.adv_estimator)
         if "values" in self.needs and not config.uses_critic:
             raise ConfigError(

@@ -15,8 +15,8 @@ import torch
 from rolepool.algorithm.registry import policy_losses
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
+from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import load_reward_function
-from rolepool.data.tokenizer import load_tokenizer
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
 from rolepool.placement import Plan, Role

@@ -19,8 +19,7 @@ import torch
 
 from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
-from rolepool.data import PromptLoader, train_prompts, val_prompts
-from rolepool.data.tokenizer import load_tokenizer
+from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
 from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.loggers import Loggers
@@ -103,9 +102,9 @@ class Trainer:
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
         data = self.config.data
         seed = self.config.trainer.seed if data.seed is None else data.seed
-        prompts = train_prompts(self.config, self.tokenizer)
+        prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
-        self.val_prompts = val_prompts(self.config, self.tokenizer) if data.val_files else None
+        self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
         self.num_steps = self.config.trainer.total_training_steps or (
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )

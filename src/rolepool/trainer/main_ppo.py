@@ -15,16 +15,13 @@ from rolepool.errors import ConfigError
 def train(arguments: list[str], program: str, split_file: str | None = None) -> None:
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="FILE or key=value").parse_intermixed_args(arguments)
-
-    from rolepool.config.describe import check_implemented
-
     loaded = load_words(options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
         raise ConfigError(
             "placement.strategy=standard: main_ppo_split trains in two pools; leave it out, "
             "or use rolepool.trainer.main_ppo"
         )
-    check_implemented(loaded)
+    loaded.check_implemented()
 
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.loop import Trainer

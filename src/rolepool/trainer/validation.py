@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
-from rolepool.data import PromptSet, validation_batches
+from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.metrics import Span
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
