@@ -313,7 +313,9 @@ def test_out_of_memory_is_one_error_with_what_was_wanted_what_was_free_and_what_
         assert (error.pool, error.role, error.rank, error.method) == ("healthy", role, 1, method)
         first, second = error.problems
         who = f"healthy rank 1 ({role}.{method}, node {error.node}, pid {group.processes[1].pid})"
-        found = re.fullmatch(r"(.*) is out of memory: (.*) wanted, [\d.]+ [MGT]iB free in host memory", first)
+        found = re.fullmatch(
+            r"(.*) is out of memory: it asked for (.*), and [\d.]+ [MGT]iB are free in host memory", first
+        )
         assert found is not None and found.groups() == (who, "4.0 PiB")
         assert second.startswith(f"try some.rows=2 or {method}.offload=true; more in docs/troubleshooting.md")
     assert_still_works(healthy)

@@ -1,6 +1,6 @@
 """The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
 
-Owns connecting to Ray (a local one of our own, or a running one that the user names) and leaving nothing behind.
+Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), and cleaning up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOKEN_FIX = (
 
 
 class Cluster:
-    """Everything a plan needs, running. A context manager: leaving it ends every process and a Ray of our own."""
+    """The processes of a plan. A context manager: at its end it stops every process, and Ray if it started it."""
 
     def __init__(
         self,
@@ -84,25 +84,25 @@ class Cluster:
         return min((memory for memory in held if memory is not None), default=None)
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
-        """A pool of processes beside the plan's, without GPUs."""
+        """Start a pool of processes beside those of the plan, without GPUs."""
         processes = launch_helpers(name, count, run_seed=self._run_seed)
         self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
 
     def start_monitors(self) -> Monitors:
-        """Sample what GPUs and processes use, on every node, until the cluster is closed."""
+        """Sample on every node what GPUs and processes use, until the cluster is closed."""
         self._monitors = Monitors(list(self.groups.values()))
         return self._monitors
 
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
-        """A role, in whichever pool the plan has it."""
+        """A role, in the pool in which the plan has it."""
         for group in self.groups.values():
             if role in group.roles:
                 return group.role(role, blocking)
         raise PlacementError(f"role {role} is not in any pool; there are {', '.join(self.groups)}")
 
     def close(self) -> None:
-        """End every process, give the resources back, and leave Ray."""
+        """Stop every process, release the resources, and disconnect from Ray."""
         try:
             if self._monitors is not None:
                 self._monitors.close()
@@ -122,7 +122,7 @@ class Cluster:
 
 
 class Monitors:
-    """The monitors of all nodes that pools have processes on. One that fails is warned of once, and left out."""
+    """A monitor on each node of the pools. If one fails, there is one warning, and it is not used any more."""
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._actors: dict[str, Any] = {}
@@ -143,8 +143,8 @@ class Monitors:
             self._actors[node_id] = actor_class.remote(addresses[node_id], there, roles)
 
     def take(self) -> list[dict[str, Any]]:
-        """What all monitors saw since the last time, by the driver's clock. They are not asked before they can have
-        seen more."""
+        """The samples of all monitors since the last call, with times of the driver's clock. They are asked at most once
+        in each interval."""
         if time.monotonic() < self._due_s:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
@@ -165,7 +165,7 @@ class Monitors:
 
 
 def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
-    """Slots per node of a running cluster, in the order in which a plan counts nodes. Null: the one on this machine."""
+    """Slots per node of a running cluster, in the order in which a plan counts nodes. None: this machine's cluster."""
     disconnect = connect(address or "auto", 0, device)
     try:
         nodes = live_nodes()
@@ -179,7 +179,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     connected to is used and left as it is."""
     if ray.is_initialized():
         return lambda: None
-    # What workers raise is told by WorkerErrors; Ray would print it again for every result that nobody asked for.
+    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
     if address is not None:
@@ -202,7 +202,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
 
 
 def _init_ray(**options: Any) -> None:
-    """With the program's handler of SIGTERM, where it has one, for Ray sets one that aborts."""
+    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.WARNING, **options)
@@ -232,7 +232,7 @@ def _probe(address: str) -> None:
 
 
 def _refusal(address: str, error: Exception) -> str:
-    """Why there is no connection, by what Ray said, and what to change."""
+    """Why there is no connection, and what to change. Derived from the text of Ray's error."""
     said = f"{error}\n{error.__cause__}"
     if "resolve node to connect to" in said:
         return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"

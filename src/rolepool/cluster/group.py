@@ -1,8 +1,8 @@
 """Worker groups: the processes of a pool, their roles, and calls on them.
 
-Owns handing a call's arguments to ranks and its results to futures, and saying who really died when a call fails: a
-rank whose peer died sees a closed connection; what is reported is the peer. One group per pool; roles of a pool are
-proxies on the same processes, and its calls run in the order they were made.
+Owns which rank gets which arguments, and finding out which process died if a call fails: a rank whose peer died sees a
+closed connection, and the error must name the peer. There is one group for each pool. The roles of a pool are proxies
+of the same processes, which run calls in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, regi
 
 POLL_S = 0.2
 GRACE_S = 3.0
-"""For the other ranks of a failed call to end as well; those that do not are taken to hang, and the pool is ended."""
+"""The time in which the other ranks of a failed call must end too. Otherwise they hang, and the pool is stopped."""
 MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
 
@@ -55,7 +55,7 @@ class WorkerGroup:
         self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
-        """Calls, without keeping their results alive, so that a death can be told by what it ended."""
+        """The last calls, to find the call that a dead process was running. It does not keep results alive."""
 
     @property
     def world_size(self) -> int:
@@ -74,9 +74,9 @@ class WorkerGroup:
         blocking: bool = True,
         **kwargs: Any,
     ) -> RoleProxy:
-        """Make a role on every process of the pool. It sees the pool as (dp, tp) with tp ranks side by side.
+        """Construct a role in every process of the pool. Neighbouring ranks form its tensor-parallel groups.
 
-        Not blocking: returns at once, and `proxy.ready.get()` waits; calls may be made before.
+        With `blocking=False` it returns at once, and `proxy.ready.get()` waits. Calls can be made before that.
         """
         if role in self._roles:
             raise WorkerError(f"{self.name} has a role {role} already")
@@ -119,14 +119,14 @@ class WorkerGroup:
             raise self._broken
 
     def break_with(self, error: WorkerError) -> None:
-        """From now on every call, pending or new, raises this error. Ends the processes: those that live may hang."""
+        """From now on every call, pending or new, raises this error. Kills all processes, because others may hang."""
         if self._broken is None:
             self._broken = error
             for process in self.processes:
                 ray.kill(process.actor)
 
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
-        """The error that a failed call raises: of all that went wrong, the death or exception that began it."""
+        """The error that a failed call raises: the death or exception that was the first cause of the failure."""
         self.raise_if_broken()
         cause = cause_of(error)
         known = self.known_failure(cause)
@@ -157,7 +157,7 @@ class WorkerGroup:
         return named
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
-        """What broke the pool that an error is about, if that is known: the error may be one of its consequences."""
+        """The error that broke the pool that this error is about, if any: this error may be its consequence."""
         for group in self._all_groups.values():
             pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
             actor_named = isinstance(cause, ActorGoneError) and any(
@@ -168,7 +168,7 @@ class WorkerGroup:
         return None
 
     def _call_ended_by(self, process: Process) -> PendingCall | None:
-        """The first call that a process left unanswered when it died."""
+        """The first call to which a process had not replied when it died."""
         calls = [call for call in (reference() for reference in self.recent) if call is not None]
         return next((call for call in calls if call.was_ended_by_death_of(process)), None)
 
@@ -374,7 +374,7 @@ class PendingCall:
 
 
 def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
-    """The processes that are gone, and why: the one that the cause names, or those that do not answer a ping."""
+    """The processes that died, and why: the one that the cause names, or those that do not answer a ping."""
     if isinstance(cause, ActorGoneError):
         return [(process, reason_of(cause)) for process in processes if process.actor_id == cause.actor_id]
     asked = [process.actor.ping.remote() for process in processes]
@@ -384,7 +384,7 @@ def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tupl
         try:
             ray.get(answer, timeout=0)
         except GetTimeoutError:
-            continue  # busy, not dead: a process that is gone is answered for by Ray
+            continue  # it is busy: if it were dead, Ray would answer
         except ActorGoneError as error:
             deaths.append((process, reason_of(error)))
         except RayError:

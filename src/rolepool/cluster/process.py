@@ -1,7 +1,7 @@
 """The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, devices, process group, seeds and log prefix; and running one call after another. Roles
-are handed to it as classes.
+Owns the process: its rank, device, process group, seeds and log prefix. It runs one call after another. It gets roles
+as classes.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Whereabouts(NamedTuple):
 
 
 class WorkerProcess:
-    """Made by `launch` on one slot. Calls run one at a time, in the order they were made."""
+    """Started by `launch` on one slot. It runs one call at a time, in the order in which they were made."""
 
     def __init__(self, folder: str) -> None:
-        """`folder` is the driver's, and what relative paths mean here too; not the one in which Ray was started."""
+        """`folder` is the driver's working folder. Relative paths refer to it, not to the folder where Ray started."""
         self._folder = folder
-        with suppress(OSError):  # what the config names is looked for on every node before it is read
+        with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, _RandomState] = {}
@@ -83,12 +83,12 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:
-        """Answers while a call runs; a process that died does not."""
+        """The time here. It also answers while a call runs, but not if the process died."""
         return time.time()
 
     @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
-        """Which node lacks which file, if this one does not have it."""
+        """The message that this node lacks the file, if it does."""
         whole = Path(self._folder, Path(path).expanduser())
         return None if whole.exists() else f"node {self._address} has no {whole}"
 
@@ -103,7 +103,7 @@ class WorkerProcess:
         os.environ.update(variables)
 
     def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
-        """Become a rank, with this fraction of its GPU. Rank 0 answers with the address at which the others meet it."""
+        """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the process group."""
         _prefix_output(f"[{context.pool}/{context.rank}] ")
         self._context = context = replace(context, device=_device_for(context.device))
         if context.device == "cpu":
@@ -123,10 +123,10 @@ class WorkerProcess:
         return self._address, self._store.port
 
     def join_pool(self, master: tuple[str, int], timeout_s: float) -> None:
-        """Meet the pool's other ranks in one process group."""
+        """Join the process group of the pool."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        # Otherwise gloo takes the address of the host's name, which on many systems is a loopback one.
+        # Without this gloo uses the address of the host name, which on many systems is a loopback address.
         for name, addresses in psutil.net_if_addrs().items():
             if any(one.address == self._address for one in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -145,14 +145,14 @@ class WorkerProcess:
     def add_role(
         self, name: str, worker_class: type[Worker], tp_size: int, args: Any, kwargs: Any, queued_s: float
     ) -> bytes | Reply:
-        """Make a role. Its weights come from the role's seed alone, so they do not depend on rank or pool."""
+        """Construct a role. Its weights depend on the role's seed only, not on rank or pool."""
         start_s = time.time()
         context = replace(self._context, role=name, tp_size=tp_size)
         self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
             with self._as_role(name, "__init__"), made_in(context, self._roles):
-                # In two steps, so that a role that cannot be made can be asked what it would need.
+                # In two steps, so that a role whose `__init__` runs out of memory can say what would need less.
                 worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
         except WorkerError as error:
@@ -217,7 +217,7 @@ class WorkerProcess:
 
     @contextmanager
     def _as_role(self, role: str, method: str) -> Iterator[None]:
-        """The role's own random state, and errors that say who they happened to."""
+        """Use the role's own random state, and turn errors into ones that name role, method and process."""
         self._switch_random_state(role)
         try:
             yield
@@ -227,7 +227,7 @@ class WorkerProcess:
             raise self._named(error, role, method) from None
 
     def _switch_random_state(self, role: str) -> None:
-        """Each role goes on in its own stream of random numbers, whatever other roles drew from theirs meanwhile."""
+        """Each role has its own stream of random numbers, which does not depend on what other roles draw."""
         if role == self._speaking:
             return
         if self._speaking is not None:
@@ -271,7 +271,7 @@ class WorkerProcess:
 
 
 def _device_for(wanted: str) -> str:
-    """The device of a process: on a GPU slot the GPU, if this torch can use it, unless it is wanted in any case."""
+    """The device of a process. On a GPU slot it is the GPU; with `auto`, the CPU if this torch cannot use the GPU."""
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
@@ -284,7 +284,7 @@ def _device_for(wanted: str) -> str:
 
 
 def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
-    """How much a call handled, as its span tells it."""
+    """Rows, tokens and bytes of a call, for its span."""
     given = [value for value in arguments if isinstance(value, DataProto)]
     made = [result] if isinstance(result, DataProto) else []
     tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
@@ -299,7 +299,7 @@ _RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
 
 
 def _random_state() -> _RandomState:
-    """Of every generator that a role may draw from."""
+    """The state of every generator that a role may use."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state() if on_gpu else None
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
@@ -315,7 +315,7 @@ def _enter(state: _RandomState) -> None:
 
 
 class _PrefixedStream:
-    """Puts the process's name before every line it prints."""
+    """Writes the name of the process before every line."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream

@@ -1,7 +1,4 @@
-"""Functions on whole batches: padding to what the ranks divide, folding rows, collating items.
-
-Owns what a padding row looks like. Does not know who divides a batch, or why.
-"""
+"""Functions on whole batches: padding to a size that the ranks divide, folding rows, collating items."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ IS_PADDING_KEY = "is_padding"
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append rows, repeated from the front, until `size_divisor` divides them; returns also how many.
 
-    The padding rows are full copies, masks included: right for forward passes whose result `unpad_dataproto` cuts,
+    The padding rows are full copies, masks included: right for forward passes whose result is cut by `unpad_dataproto`,
     wrong for updates and metrics (see `pad_rows`). A batch that fits is returned as it is.
     """
     if size_divisor < 1:

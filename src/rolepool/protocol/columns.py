@@ -30,7 +30,7 @@ RowIndex = builtins.slice | torch.Tensor  # a slice with step 1, or a 1-d int64 
 
 
 class RowIndexError(DataError, IndexError):
-    """A row number beyond the batch. An IndexError too, so that iteration by position ends where it should."""
+    """A row number beyond the batch. It is an IndexError too, so that iteration by position ends."""
 
 
 # --- taking and joining rows --------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def rows_of(index: Any, num_rows: int) -> RowIndex:
     if rows.shape == (0,) and rows.dtype != bool:
         rows = rows.astype(np.int64)  # an empty list counts as one of floats
     if rows.ndim != 1 or rows.dtype.kind not in "biu":
-        raise DataError(f"rows are selected by a 1-d index of whole numbers or a bool mask, not by {index!r}")
+        raise DataError(f"rows are selected by a 1-d index of integers or a bool mask, not by {index!r}")
     try:
         return torch.from_numpy(everything[rows])
     except IndexError as error:
@@ -107,7 +107,7 @@ def describe(value: Any) -> str:
 
 
 def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every element, where NaN equals NaN."""
+    """Equal in dtype, shape and every element; NaN equals NaN."""
     if a.dtype != b.dtype or is_ragged(a) != is_ragged(b):
         return False
     if is_ragged(a):
@@ -122,7 +122,7 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equal, also for tensors, arrays and containers of them, where NaN equals NaN."""
+    """Equal, also for tensors, arrays and containers of them; NaN equals NaN."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -187,7 +187,7 @@ def new_batch(columns: Mapping[str, torch.Tensor], batch_size: Sequence[int], de
 
 
 def wrong_tensors(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Say which of these cannot be in a batch, and why."""
+    """The reasons why some of these cannot be in a batch."""
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             yield f"batch[{key!r}] is a {type(value).__name__}, not a tensor (see from_tensordict)"

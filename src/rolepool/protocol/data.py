@@ -181,14 +181,14 @@ class DataProto:
         return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
 
     def columns(self) -> Columns:
-        """The tensors and arrays by key, in a dict of its own."""
+        """The tensors and arrays by key, in a new dict."""
         tensors: Columns = {} if self.batch is None else dict(self.batch.items())
         if clash := sorted(tensors.keys() & self.non_tensor_batch.keys()):
             raise DataError(f"these keys are both in batch and in non_tensor_batch: {clash}")
         return {**tensors, **self.non_tensor_batch}
 
     def like(self, columns: Mapping[str, Column], num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """A batch of other columns, with that many rows, that is as this one otherwise."""
+        """A batch with other columns and that many rows. Its type, device and meta_info are those of this batch."""
         meta_info = dict(self.meta_info) if meta_info is None else meta_info
         if self.batch is None:
             return type(self).from_columns(columns, None, meta_info)
@@ -224,7 +224,7 @@ class DataProto:
         return text
 
     def is_padding_enabled(self) -> bool:
-        """Whether a call may pad this batch to a size that its ranks divide (for this batch, or for all)."""
+        """Whether a call may pad this batch to a size that its ranks divide (enabled for this batch, or for all)."""
         return bool(self.meta_info.get(AUTO_PADDING_KEY)) or type(self).auto_padding
 
     # --- rows ---------------------------------------------------------------------------------------------------
@@ -250,12 +250,14 @@ class DataProto:
         return self._take(rows_of(builtins.slice(start, end, step), len(self)))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Exactly `chunks` parts, in order: equal ones, or with padding enabled sizes that differ by at most one."""
+        """`chunks` parts, in order. They are equal, or if padding is enabled, their sizes differ by at most one."""
         if chunks < 1:
-            raise DataError(f"a batch cannot be cut into {chunks} chunks")
+            raise DataError(f"a batch cannot be split into {chunks} chunks")
         size, rest = divmod(len(self), chunks)
         if rest and not self.is_padding_enabled():
-            raise DataError(f"{len(self)} rows cannot be cut into {chunks} equal chunks (see pad_dataproto_to_divisor)")
+            raise DataError(
+                f"{len(self)} rows cannot be split into {chunks} equal parts (see pad_dataproto_to_divisor)"
+            )
         edges = [i * size + min(i, rest) for i in range(chunks + 1)]
         return [self.slice(start, end) for start, end in itertools.pairwise(edges)]
 
@@ -331,7 +333,7 @@ class DataProto:
         the order is that of a DataLoader over the rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise DataError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
+            raise DataError(f"{len(self)} rows cannot be split into mini-batches of {mini_batch_size}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         loader: DataLoader[Any] = DataLoader(
             range(len(self)),  # type: ignore[arg-type]  # anything with a length and items will do
@@ -438,7 +440,7 @@ class DataProto:
         return cls(*storage.load(filepath))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as plain buffers (see `encoding`); the copy lives on the CPU and is nobody else's."""
+        """Pickle as plain buffers (see `encoding`). The copy is on the CPU, and shares memory with nothing."""
         return _restore, (type(self), encode((self.batch, self.non_tensor_batch, self.meta_info)))
 
     def __copy__(self) -> DataProto:

@@ -5,11 +5,11 @@ bytes of its tensors beside it as 1-d uint8 arrays, which pickle 5 (and so Ray) 
 pickled, and a row slice carries its own rows and never the storage behind them. `decode` puts them back.
 
 **Reading is free of copies, writing is private.** Ray gives every process of a node the same memory, as read-only
-arrays, and a torch view of it would be writable without a word, for everybody. So `decode` maps the same pages a
+arrays, and a torch view of it would be writable without a warning, for every process. So `decode` maps the same pages a
 second time, copy-on-write (`MAP_PRIVATE`): reads come from the shared pages, and the first write to a page makes the
-kernel copy that page for this process alone. The sender's array, which pins the object in Ray, lives as long as a
-tensor on the mapping does. Where the memory cannot be mapped again (no /proc, no permission, not a file), and for
-small messages, the bytes are copied.
+kernel copy that page for this process alone. The array
+that keeps the object alive in Ray lives as long as a tensor on the mapping. If the memory cannot be mapped again (no
+/proc, no permission, not a file), and for small messages, the bytes are copied.
 
 What does not travel: the device (CUDA tensors arrive on the CPU), `requires_grad`, strides, and subclasses of
 `torch.Tensor` other than Parameter and ragged columns, which are left to pickle.

@@ -1,6 +1,6 @@
-"""The memory of a worker's device: how much is free, and what to say when it ran out.
+"""The memory of a worker's device: how much is free, and the message when there is not enough.
 
-Owns recognizing such errors. What would help is known to roles (`Worker.less_memory`).
+Roles know which settings would need less memory (`Worker.less_memory`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 _SIGNS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In a RuntimeError: of torch's CPU allocator, and of CUDA libraries that allocate for themselves."""
+"""Texts in a RuntimeError of torch's CPU allocator and of CUDA libraries with their own allocators."""
 _WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -24,19 +24,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(who: str, error: BaseException, device: str, remedies: Sequence[str]) -> list[str]:
-    """Two lines for the user: who wanted how much and what was free; and what to change, the best first."""
+    """Two lines for the user: who asked for how much and how much was free; and what to change, the best first."""
     wanted = wanted_bytes(error)
     amount = "more memory" if wanted is None else show_bytes(wanted)
     where = "in host memory" if device == "cpu" else "on its GPU"
-    advice = f"try {' or '.join(remedies)}; more" if remedies else "what to do is"
+    advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
     return [
-        f"{who} is out of memory: {amount} wanted, {show_bytes(free_bytes(device))} free {where}",
+        f"{who} is out of memory: it asked for {amount}, and {show_bytes(free_bytes(device))} are free {where}",
         f"{advice} in docs/troubleshooting.md, under Memory",
     ]
 
 
 def wanted_bytes(error: BaseException) -> int | None:
-    """The size of the allocation that failed, where the error says it."""
+    """The size of the allocation that failed, if the error names it."""
     found = _WANTED.search(str(error))
     if found is None:
         return None
@@ -45,7 +45,7 @@ def wanted_bytes(error: BaseException) -> int | None:
 
 
 def free_bytes(device: str) -> int:
-    """What this process can still allocate: on a GPU within its share, and with what its allocator holds unused."""
+    """What this process can still allocate. On a GPU it includes what the allocator caches, within its share."""
     if device == "cpu":
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,7 +1,6 @@
-"""Where the time of a call goes: seconds by named part of it.
+"""Where the time of a call goes: the seconds of each named part of it.
 
-Owns the record of the call under way. On a GPU the time is the GPU's own, taken by events between kernels, so that
-measuring makes nobody wait.
+On a GPU the time is measured by CUDA events between kernels, so that measuring does not make the host wait.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PartTimes:
             self._events.append((name, start, _event()))
 
     def seconds(self) -> tuple[tuple[str, float], ...]:
-        """Waits for what the GPU still has to do."""
+        """The seconds by part. Waits until the GPU has finished."""
         if self._events:
             torch.cuda.synchronize()
         on_gpu = [(name, start.elapsed_time(end) / 1000) for name, start, end in self._events]
@@ -47,7 +46,7 @@ _under_way: ContextVar[PartTimes | None] = ContextVar("part_times", default=None
 
 @contextmanager
 def part_times() -> Iterator[PartTimes]:
-    """Record the parts of what is done inside the block."""
+    """Record the parts of the call that runs inside the block."""
     times = PartTimes()
     token = _under_way.set(times)
     try:
@@ -58,7 +57,7 @@ def part_times() -> Iterator[PartTimes]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """What is done inside the block is this part of the call; outside of a call it is not recorded."""
+    """Count the time inside the block as this part of the call. Outside of a call nothing is recorded."""
     times = _under_way.get()
     if times is None:
         yield

@@ -1,7 +1,7 @@
 """What the author of a role writes: a `Worker`, whose registered methods can be called on its group.
 
-Owns what a role knows of the process it lives in, how a method's arguments are handed to the ranks and how their
-results come back. What carries that out is in `rolepool.cluster`.
+Owns what a role knows about its process, and how a method is registered: which arguments each rank gets, and how the
+results are collected. `rolepool.cluster` runs the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rolepool.seeds import derive_seed
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a role lives: pool, rank, place in the (dp, tp) view of the pool, device and seeds."""
+    """Where a role runs: its pool, its rank there and in data and tensor parallelism, its device and its seeds."""
 
     pool: str = "local"
     role: str = "role"
@@ -47,12 +47,12 @@ class WorkerContext:
 
     @property
     def init_seed(self) -> int:
-        """Seed while the role is made: the same on every rank and in every pool, so that weights are too."""
+        """Seed while the role is constructed: the same on every rank and in every pool, so that weights are equal."""
         return derive_seed(self.run_seed, self.role)
 
     @property
     def seed(self) -> int:
-        """Seed of the role at work, of its own on every rank."""
+        """Seed for the calls of the role: a different one on every rank."""
         return derive_seed(self.run_seed, self.role, self.rank)
 
 
@@ -63,7 +63,7 @@ _context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(
 
 @contextmanager
 def made_in(context: WorkerContext, siblings: Mapping[str, Worker] | None = None) -> Iterator[None]:
-    """Workers constructed inside the block get this context, and see the roles that share their process."""
+    """Workers that are constructed inside the block get this context, and the roles of the same process as siblings."""
     token = _context.set((context, {} if siblings is None else siblings))
     try:
         yield
@@ -72,11 +72,11 @@ def made_in(context: WorkerContext, siblings: Mapping[str, Worker] | None = None
 
 
 class Worker:
-    """A role. `self.context`, `self.siblings` and the short cuts below are there before `__init__` runs."""
+    """A role. `self.context`, `self.siblings` and the properties below exist before `__init__` runs."""
 
     context: WorkerContext
     siblings: Mapping[str, Worker]
-    """The roles of this process by name, as they are at the time of asking: roles of one pool may share memory."""
+    """The current roles of this process by name. Roles of one pool may share memory."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
@@ -84,14 +84,14 @@ class Worker:
         return worker
 
     def less_memory(self, method: str) -> Sequence[str]:
-        """Overrides (`key=value`) for a user in whose run this method ran out of memory, the best first.
+        """Overrides (`key=value`), the best first, that a user can try if this method ran out of memory.
 
-        May be asked of a role whose `__init__` failed, with `method` being `__init__`.
+        It is also called if `__init__` itself ran out of memory, with `method="__init__"`.
         """
         return ()
 
     def less_memory_at_rest(self) -> Sequence[str]:
-        """Overrides with which this role leaves more memory to the other roles of its process."""
+        """Overrides that make this role hold less memory between its calls, while other roles of its process run."""
         return ()
 
     @property
@@ -111,20 +111,20 @@ class Worker:
 
 
 class Dispatch(Enum):
-    """Who gets what, and what comes back."""
+    """Which ranks get which arguments, and what the call returns."""
 
     RANK_ZERO = "rank_zero"
-    """Rank 0 alone runs, with the arguments as they are; its result comes back."""
+    """Only rank 0 runs the method. The call returns its result."""
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; a list of results, one per rank."""
+    """Every rank gets the same arguments. The call returns a list of results, one per rank."""
     ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry per rank; a list of results, one per rank."""
+    """Every argument is a list with one entry per rank. The call returns a list of results, one per rank."""
     DP_COMPUTE = "dp_compute"
-    """Every argument is a list with one entry per data-parallel group; a list of results, one per group."""
+    """Every argument is a list with one entry per data-parallel group. The call returns one result per group."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """Batches are cut into one part per data-parallel group; the resulting batches (or lists) are put together."""
+    """Batches are split into one part per data-parallel group. The resulting batches (or lists) are joined."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
-    """Batches are cut as above; a list of results, one per group."""
+    """Batches are split in the same way. The call returns a list of results, one per group."""
 
 
 class Execute(Enum):
@@ -140,7 +140,7 @@ CollectFn = Callable[[Any, list[Any]], Any]
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What `register` says of a method."""
+    """What `register` stores for a method."""
 
     dispatch: Dispatch
     execute: Execute
@@ -163,9 +163,10 @@ def register(
     """Make a worker's method callable on its group.
 
     `dispatch_mode` is a `Dispatch`, or `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns
-    args and kwargs in which every value is a list with one entry per rank; `g(group, results)` makes the result of
-    the list of the ranks' results. `blocking` is the default of a call's own `blocking=`: wait, or return a future.
-    `reads` names the keys of batches that the method reads; others are not sent. None: all.
+    args and kwargs in which every value is a list with one entry per rank; `g(group, results)` gets the list of the
+    ranks' results and returns the result of the call. A call waits for its result if `blocking` is true, and returns a
+    future if it is false; each call can override it. `reads` names the keys of batches that the method reads; other
+    keys are not sent. None means all keys.
     """
     custom: dict[str, Any] = {}
     if isinstance(dispatch_mode, dict):
