@@ -30,22 +30,18 @@ class PlacementError(RolepoolError):
 
 
 class WorkerError(RolepoolError):
-    """A worker process failed or died. Says which one, and which method was called."""
+    """A worker process failed or died. The attributes say which one, and which method was called, if that is known."""
 
-    def __init__(
-        self,
-        problems: str | Iterable[str],
-        *,
-        pool: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        node: str | None = None,
-        pid: int | None = None,
-        method: str | None = None,
-    ) -> None:
+    pool: str | None = None
+    role: str | None = None
+    rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    method: str | None = None
+
+    def __init__(self, problems: str | Iterable[str], **where: str | int | None) -> None:
         super().__init__(problems)
-        self.pool, self.role, self.rank = pool, role, rank
-        self.node, self.pid, self.method = node, pid, method
+        vars(self).update(where)
 
 
 class DivergedError(RolepoolError):

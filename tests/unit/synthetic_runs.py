@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rolepool.config import load_config
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.run_folder import RunFolder, console_line
-from rolepool.metrics.spans import DRIVER, Span
+from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.placement.plan import Plan, build_plan
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together

@@ -1,12 +1,14 @@
-"""The run folder: everything that a run writes, so that every number can be traced back.
+"""What a run writes: the run folder, and the loggers of `trainer.logger` (TensorBoard, Weights & Biases, MLflow).
 
-Owns the names of its files and how they are written (complete files are replaced atomically, rows are appended), the
-lock that keeps a second run out, moving an earlier run aside, and how a row and a curve look as one line of text.
+Owns the names of the folder's files and how they are written (complete files are replaced atomically, rows are
+appended), the lock that keeps a second run out, moving an earlier run aside, and how a row of metrics and a curve look
+as one line of text.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import logging
 import os
@@ -14,31 +16,21 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from rolepool.config import Config
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
-from rolepool.metrics.analysis import Recorded
+from rolepool.metrics.spans import Recorded
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = (
-    "config.yaml",
-    "metrics.jsonl",
-    "spans.jsonl",
-    "monitor.jsonl",
-    "train.log",
-    "report.html",
-    "tensorboard",
-    "validation",
-    "checkpoints",
-    "trace.json",
-    "plan.json",
-)
-"""All that a run writes. plan.json marks the folder as a run: it is written first and moved aside last."""
+RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
+RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "plan.json")
+"""All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -107,10 +99,13 @@ class RunFolder:
 
         Returns the folder it was moved to, or None if there was nothing to move.
         """
-        earlier = self.path / "earlier"
-        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdecimal()]
-        aside = earlier / str(max(numbers, default=0) + 1)
-        for path in self._existing_files() if after_step is None else self._files_after(after_step):
+        numbers = [int(path.name) for path in self.path.glob("earlier/*") if path.name.isdecimal()]
+        aside = self.path / "earlier" / str(max(numbers, default=0) + 1)
+        moved = self._existing_files()
+        if after_step is not None:
+            numbered = [*self.path.glob("checkpoints/step_*"), *self.path.glob("validation/step_*")]
+            moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
+        for path in moved:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
@@ -147,11 +142,6 @@ class RunFolder:
 
     def _existing_files(self) -> list[Path]:
         return [path for path in (self.path / name for name in RUN_FILES) if path.exists()]
-
-    def _files_after(self, step: int) -> list[Path]:
-        """Checkpoints and validation samples of later steps."""
-        files = [*self.checkpoints.glob("step_*"), *(self.path / "validation").glob("step_*")]
-        return [file for file in files if (number := re.fullmatch(r"step_(\d+)", file.stem)) and int(number[1]) > step]
 
     def _move_rows_after(self, step: int, aside: Path) -> None:
         for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
@@ -193,3 +183,84 @@ def _step_of(line: bytes) -> int:
         return int(logged[1] if logged else json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):
         return 2**63
+
+
+# Loggers. Each library is needed only if `trainer.logger` names it. A logger is a function that writes a row of
+# metrics, and one that ends it.
+
+Log = Callable[[int, Mapping[str, float]], None]
+Close = Callable[[], None]
+
+
+class Loggers:
+    """All loggers of a run. They write after `start`. If one fails, there is one warning and training continues."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._names = [name for name in config.trainer.logger if name in MAKERS]
+        self._loggers: dict[str, tuple[Log, Close]] = {}
+        if missing := [name for name in self._names if importlib.util.find_spec(name) is None]:
+            raise ConfigError(
+                f"trainer.logger: {name} is not installed; pip install 'rolepool[{name}]', or leave it out"
+                for name in missing
+            )
+
+    def start(self, folder: Path) -> None:
+        for name in self._names:
+            with self._removed_if_it_fails(name):
+                self._loggers[name] = MAKERS[name](self._config, folder)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, (log, _) in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                log(step, metrics)
+
+    def close(self) -> None:
+        for name, (_, close) in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                close()
+
+    @contextmanager
+    def _removed_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # no logger may stop training
+            logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
+            self._loggers.pop(name, None)
+
+
+def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
+    from tensorboard.summary import Writer
+
+    writer: Any = Writer(str(folder / "tensorboard"))
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log, writer.close
+
+
+def _wandb(config: Config, folder: Path) -> tuple[Log, Close]:
+    import wandb
+
+    names = {"project": config.trainer.project_name, "name": config.trainer.experiment_name}
+    run: Any = wandb.init(**names, dir=str(folder), config=config.model_dump(mode="json"))
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+
+
+def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
+    import mlflow
+
+    mlflow.set_experiment(config.trainer.project_name)
+    mlflow.start_run(run_name=config.trainer.experiment_name)
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        # MLflow does not allow "@" in names.
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    return log, mlflow.end_run
+
+
+MAKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

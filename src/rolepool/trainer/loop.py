@@ -22,11 +22,9 @@ from rolepool.config import Config, LoadedConfig
 from rolepool.data import PromptLoader, train_prompts, val_prompts
 from rolepool.data.tokenizer import load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
-from rolepool.metrics.analysis import Recorded
-from rolepool.metrics.loggers import Loggers
-from rolepool.metrics.run_folder import RunFolder, console_line
+from rolepool.metrics.run_folder import Loggers, RunFolder, console_line
 from rolepool.metrics.sampling import pool_utilization
-from rolepool.metrics.spans import driver_span
+from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint.folders import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems

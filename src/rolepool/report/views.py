@@ -1,4 +1,4 @@
-"""`report.html`: one page about a run that needs no other files and no network.
+"""A run as one page for the browser, which needs no other files and no network, and as a trace for Perfetto.
 
 Owns what is on the page and limits its size: curves of long runs are binned, and the timeline shows a limited number of
 steps, so that every page opens at once. The page itself is `template.html`; it reads one JSON object.
@@ -10,9 +10,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,11 @@ import numpy as np
 
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
-from rolepool.errors import explained
-from rolepool.files import write_atomically
-from rolepool.metrics.analysis import Timeline, lanes, step_bounds
 from rolepool.metrics.sampling import Sample, pool_use
-from rolepool.report.colors import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order
-from rolepool.report.findings import find
-from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, points, timed_operations, value_at
-from rolepool.report.summary import SpansByStep, around, by_step, summarise
+from rolepool.metrics.spans import Timeline, lanes, step_bounds
+from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
+from rolepool.report.plots import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order, timed_operations
+from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
 
 MAX_POINTS = 500
 MAX_SPANS = 20_000
@@ -46,16 +43,9 @@ CURVES = {
 Bounds = Mapping[int, tuple[float, float]]
 
 
-def write_report(run: Run, path: Path) -> Path:
-    """Write the page of a run and return its path."""
-    page = render(run)
-    with explained(f"report {path}: cannot be written", "give another file with -o"):
-        return write_atomically(path, [page])
-
-
 def render(run: Run) -> str:
     """The page. `<` is escaped in the data, so that no text in it can end the script element or open a comment."""
-    template = resources.files("rolepool.report").joinpath("template.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
     data = json.dumps(_plain(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("__DATA__", data)
 
@@ -87,15 +77,10 @@ def page_data(run: Run) -> dict[str, Any]:
         "step_s": summary.step_s,
         "findings": [vars(finding) for finding in find(run, summary, grouped)],
         "pools": [
-            {
-                "pool": name,
-                "num_ranks": use.num_ranks,
-                "busy_s": use.busy_s,
-                "waits_s": [(*waited_for, seconds) for waited_for, seconds in use.waits_s.items()],
-            }
-            for name, use in summary.pools.items()
+            {"pool": pool, "num_ranks": num_ranks, "times_s": [(*what, s) for what, s in summary.pools_s[pool].items()]}
+            for pool, num_ranks in summary.num_ranks.items()
         ],
-        "path": [(pool, operation, seconds) for (pool, operation), seconds in path],
+        "path": [(*what, seconds) for what, seconds in path],
         "timeline": _timeline(grouped, bounds, operations),
         "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
@@ -145,12 +130,13 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
     return {"title": title, "x_label": x_label, "series": lines}
 
 
-def _curves(metrics: MetricsByStep) -> Iterable[dict[str, Any]]:
+def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
     names = metric_names(metrics)
     for title, patterns in CURVES.items():
         wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if wanted:
-            yield _chart(title, "step", {name: points(metrics, name) for name in wanted})
+            values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
+            yield _chart(title, "step", values)
 
 
 def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
@@ -160,7 +146,7 @@ def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
         name: _binned([(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()])["mean"]
         for name in timed_operations(steps)
     }
-    return {"operations": bars, "step": _binned(points(steps, f"{TIMING}step"))}
+    return {"operations": bars, "step": _binned([(step, row[f"{TIMING}step"]) for step, row in steps.items()])}
 
 
 def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -227,3 +213,61 @@ def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[
         waits = [(*wait[:3], wait.start_s - start_s, wait.end_s - wait.start_s) for wait in lane.waits]
         shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes[lane.pool, lane.rank], "waits": waits})
     return {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
+
+
+# Trace
+
+
+def trace_pieces(run: Run) -> Iterator[str]:
+    """The text of a trace in Chrome's JSON format: a process for each pool, a thread for each rank, a slice for each
+    span, and an arrow from each result to the call that used it."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    for number, event in enumerate(_events(Timeline(run.spans))):
+        yield (",\n" if number else "\n") + json.dumps(event)
+    yield "\n]}\n"
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    pools = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
+    # Perfetto treats a thread that has the number of its process as the main thread, so thread numbers start higher.
+    threads = {
+        (pool, rank): {"pid": pools[pool], "tid": number}
+        for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1)
+    }
+    for pool, number in pools.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": pool}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+    for (pool, rank), thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"{pool} rank {rank}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}}
+    yield from _slices_and_arrows(timeline, threads)
+
+
+def _slices_and_arrows(timeline: Timeline, threads: dict[tuple[str, int], dict[str, int]]) -> Iterator[dict[str, Any]]:
+    """In the order of time on each thread: an arrow leaves its slice before the next slice begins. Times are integer
+    microseconds since the first span."""
+    arriving: dict[int, list[int]] = defaultdict(list)
+    leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    numbers = count(1)
+
+    def microseconds(time_s: float) -> int:
+        return int((time_s - timeline[0].span.start_s) * 1e6)
+
+    for position, recorded in enumerate(timeline):
+        for source in timeline.inputs_of(position):
+            if timeline[source].span.start_s <= recorded.span.start_s:
+                number = next(numbers)
+                arriving[position].append(number)
+                leaving[source].append((microseconds(recorded.span.start_s), number))
+    for position, (step, operation, span) in enumerate(timeline):
+        start_us, end_us = microseconds(span.start_s), microseconds(span.end_s)
+        thread = threads[span.pool, span.rank]
+        args = {"step": step, **span._asdict(), "parts": dict(span.parts)}
+        times = {"ts": start_us, "dur": end_us - start_us}
+        yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
+        arrow = {"name": "data", "cat": "data", **thread}
+        for number in arriving.get(position, ()):
+            yield {"ph": "f", "bp": "e", **arrow, "id": number, "ts": start_us}
+        # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
+        for time_us, number in sorted((min(end_us - 1, to_us), number) for to_us, number in leaving.get(position, ())):
+            yield {"ph": "s", **arrow, "id": number, "ts": max(time_us, start_us)}
