@@ -5,8 +5,7 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -144,7 +143,7 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     from rolepool.report.views import render, trace_pieces
 
     run = read_run(options.run)
-    _print_notes(run.notes)
+    print_errors(run.notes, label="")
     pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
     path = Path(options.output or run.folder / name)
     with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
@@ -179,10 +178,8 @@ def demo(parser: Parser, arguments: list[str]) -> None:
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
-    parser.usage = (
-        "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
-        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
-    )
+    usage = "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
+    parser.usage = usage + "[key=value...] -- standard split placement.strategy=split,key=value"
     words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
     parser.add_argument("--run", metavar="RECIPE", help="first train this recipe with each placement")
@@ -195,7 +192,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 
     from rolepool.report import compare as comparison
 
-    folders, failures = options.words, []
+    folders: Sequence[str | Path] = options.words
+    failures: list[str] = []
     if options.run is not None:
         say = partial(print, flush=True)
         folders, failures = comparison.run_placements(options.run, options.words, placements, say)
@@ -203,7 +201,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     if len(folders) < 2 or (placements and options.run is None):
         raise ConfigError("compare: needs at least two runs; give their folders, or --run RECIPE -- PLACEMENTS")
     runs = comparison.read_runs(folders)
-    _print_notes(f"{name}: {note}" for name, run in runs.items() for note in run.notes)
+    print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
@@ -233,8 +231,3 @@ COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {
 }
 WORDS = {"plan": "FILE or key=value", "config": "KEY, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(note, file=sys.stderr)

@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line
@@ -49,9 +49,10 @@ def silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_errors(problems: Sequence[str]) -> None:
+def print_errors(problems: Iterable[str], label: str = "error: ") -> None:
+    """Print a line for each problem on standard error."""
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"{label}{problem}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,14 +12,11 @@ import importlib.util
 import json
 import logging
 import os
-import re
-import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError, explained
@@ -55,15 +52,23 @@ class RunFolder:
             tempfile.TemporaryFile(dir=self.path).close()  # an old lock can be opened even if no file can be created
             lock = file.open("a+", encoding="utf-8")
         with lock:
-            if not self._lock(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # If the previous run removed the file after it was opened here, the file has no link any more.
+                is_ours = os.fstat(lock.fileno()).st_nlink > 0
+            except BlockingIOError:
+                is_ours = False
+            except OSError as error:  # some network file systems have no locks
+                logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
+                is_ours = True
+            if not is_ours:
                 lock.seek(0)
-                raise ConfigError(
-                    f"{key}: another run is writing there ({lock.read()}); wait until it ends, or name another folder"
-                )
+                what = f"another run is writing there ({lock.read()}); wait until it ends, or name another folder"
+                raise ConfigError(f"{key}: {what}")
             try:
                 with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
                     lock.truncate(0)
-                    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+                    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
                     lock.flush()
                 yield
             finally:
@@ -71,15 +76,6 @@ class RunFolder:
                 if is_new:
                     with suppress(OSError):  # not empty: the run has started
                         self.path.rmdir()
-
-    def _lock(self, lock: TextIO) -> bool:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
-        return os.fstat(lock.fileno()).st_nlink > 0  # 0: the previous run removed the file after we opened it
 
     @property
     def holds_a_run(self) -> bool:
@@ -89,10 +85,9 @@ class RunFolder:
         """Raise ConfigError if the folder has files with the names of `RUN_FILES` that no run wrote."""
         names = ", ".join(path.name for path in self._existing_files())
         if names and not self.holds_a_run:
-            raise ConfigError(
-                f"trainer.default_local_dir={self.path}: the run would overwrite {names}, which no run wrote (there is "
-                "no plan.json); name a new folder, and let a shell write its output somewhere else"
-            )
+            what = f"the run would overwrite {names}, which no run wrote (there is no plan.json)"
+            fix = "name a new folder, and let a shell write its output somewhere else"
+            raise ConfigError(f"trainer.default_local_dir={self.path}: {what}; {fix}")
 
     def begin(self, after_step: int | None) -> Path | None:
         """Move aside what a run that resumes after a step will write again; None moves the whole earlier run.
@@ -115,7 +110,7 @@ class RunFolder:
             return None
         for path in (self.path / "config.yaml", self.path / "plan.json"):  # exist only if the run resumes
             if path.exists():
-                shutil.copy2(path, aside)
+                (aside / path.name).write_bytes(path.read_bytes())
         return aside
 
     def write(self, name: str, text: str) -> None:
@@ -179,8 +174,7 @@ def _step_of(line: bytes) -> int:
     """The step of a line. A line that a crash or a full disk made unreadable counts as later than all steps."""
     try:
         text = line.decode()
-        logged = re.match(r"step:(\d+) ", text)
-        return int(logged[1] if logged else json.loads(text)["step"])
+        return int(text[5:].split(" ")[0] if text.startswith("step:") else json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):
         return 2**63
 
@@ -200,10 +194,8 @@ class Loggers:
         self._names = [name for name in config.trainer.logger if name in MAKERS]
         self._loggers: dict[str, tuple[Log, Close]] = {}
         if missing := [name for name in self._names if importlib.util.find_spec(name) is None]:
-            raise ConfigError(
-                f"trainer.logger: {name} is not installed; pip install 'rolepool[{name}]', or leave it out"
-                for name in missing
-            )
+            what = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or leave it out"
+            raise ConfigError(what.format(name) for name in missing)
 
     def start(self, folder: Path) -> None:
         for name in self._names:

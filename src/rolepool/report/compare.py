@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -32,10 +32,6 @@ from rolepool.placement.checks import find_problems
 from rolepool.placement.plan import build_plan
 from rolepool.report import plots
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WORK_KEYS = {
     "actor_rollout_ref.model": ("path", "override_config"),
@@ -61,8 +57,6 @@ COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "dif
 
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
-
-T = TypeVar("T")
 
 
 class Ratio(NamedTuple):
@@ -135,7 +129,7 @@ def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | No
     return Ratio(value, float(low), float(high), "less" if high < 1 else "more" if low > 1 else "within noise")
 
 
-def _after_warm_up(steps: list[T]) -> list[T]:
+def _after_warm_up(steps: list[Any]) -> list[Any]:
     """Skip the warm-up: the first 10% of the steps, at least one and at most ten."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
@@ -161,7 +155,7 @@ def _run_measures(run: Run) -> dict[str, float]:
             measures["val-core (last)"] = fmean(values)
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
-            measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values())
+            measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values(), default=np.nan)
     return measures
 
 
@@ -183,10 +177,23 @@ def as_table(lines: Sequence[Line]) -> Table:
 
 
 def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files."""
+    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files.
+
+    The picture shows a typical step of each run, above the mean times of its operations.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    means: dict[str, dict[str, float]] = {name: {} for name in runs}
+    for line in lines:
+        if line.measure.startswith(TIMING):
+            means[line.run][line.measure.removeprefix(TIMING)] = line.mean
+    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
+    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
     with plots.style():
-        files = plots.save(_picture(runs, lines), folder / "comparison", "png", "svg")
+        figure = plots.new_figure(sum(heights_in))
+        above, below = figure.subplots(2, 1, height_ratios=heights_in)
+        _timeline(above, runs)
+        plots.grouped_bars(below, means)
+        files = plots.save(figure, folder / "comparison", "png", "svg")
     svg = files[1].read_text(encoding="utf-8")
     console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
     console.print(as_table(lines))
@@ -195,33 +202,15 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
     return [*files, write_atomically(folder / "comparison.html", [text])]
 
 
-def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
-    """A typical step of each run, above the mean times of its operations."""
-    means: dict[str, dict[str, float]] = {name: {} for name in runs}
-    for line in lines:
-        if line.measure.startswith(TIMING):
-            means[line.run][line.measure[len(TIMING) :]] = line.mean
-    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
-    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
-    figure = plots.new_figure(sum(heights_in))
-    above, below = figure.subplots(2, 1, height_ratios=heights_in)
-    _timeline(above, runs)
-    plots.grouped_bars(below, means)
-    return figure
-
-
-def _typical_step(run: Run) -> tuple[int, float, float]:
-    """The step with the median duration, its start and its end."""
-    steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
-    by_duration = sorted(steps, key=lambda step: step[2] - step[1])
-    return by_duration[len(by_duration) // 2]
-
-
-def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step of each run, on a common time axis."""
+def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
+    """The first rank of each pool in a typical step (with the median duration) of each run, on a common time axis."""
     places = count()
     ticks: dict[int, str] = {}
-    typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
+    typical: dict[str, tuple[int, float, float]] = {}
+    for name, run in runs.items():
+        steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
+        if steps:
+            typical[name] = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
     longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
     for name, (step, start_s, end_s) in typical.items():
         heading = next(places)

@@ -6,11 +6,10 @@ page, and the thresholds above which something is reported. Every finding includ
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -34,8 +33,7 @@ LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
 SpansByStep = Mapping[int, Sequence[Recorded]]
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Averages over `steps`."""
 
     steps: list[int]
@@ -50,8 +48,7 @@ class Summary:
     saved_s: float
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A sentence or two, the numbers in it, and the keys to change, with a value if the numbers give one."""
 
     text: str
@@ -157,20 +154,15 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
         best = min(shorter, key=lambda split: (bool(problems[split]), then_s[split]))
         problem, estimate_s = problems[best], then_s[best] / now_s * summary.step_s
         override = f"placement.split.{best[0]}={best[1]}"
-        yield Finding(
-            f"{observation}. With {override} a step would take about {estimate_s:.3g} s instead of "
-            f"{summary.step_s:.3g} s (an estimate: the measured spans, scaled linearly)."
-            + (f" Another change is needed as well: {problem}." if problem else ""),
-            {**numbers, "estimated_step_s": estimate_s},
-            (override,),
-        )
+        text = f"{observation}. With {override} a step would take about {estimate_s:.3g} s instead of "
+        text += f"{summary.step_s:.3g} s (an estimate: the measured spans, scaled linearly)."
+        text += f" Another change is needed as well: {problem}." if problem else ""
+        yield Finding(text, {**numbers, "estimated_step_s": estimate_s}, (override,))
     elif run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
-        yield Finding(
-            f"{observation}, and no other split of these GPUs makes a step shorter (an estimate: the measured spans, "
-            "scaled linearly). One pool for all roles leaves no GPU idle; pools that share GPUs use each other's gaps.",
-            numbers,
-            ("placement.strategy=standard", "placement.split.share=0.5"),
-        )
+        text = f"{observation}, and no other split of these GPUs makes a step shorter (an estimate: the measured "
+        text += "spans, scaled linearly). One pool for all roles leaves no GPU idle; pools that share GPUs use each "
+        text += "other's gaps."
+        yield Finding(text, numbers, ("placement.strategy=standard", "placement.split.share=0.5"))
     else:
         yield Finding(f"{observation}: give it fewer GPUs or one more role.", numbers, ("placement.pools",))
 
@@ -194,12 +186,12 @@ def _other_splits(plan: Plan) -> Iterator[tuple[tuple[str, int], dict[str, float
 
 def _problem_with(run: Run, key: str, value: int) -> str:
     """The first problem that `rolepool plan` would report with this value in `placement.split`; "" if there is none."""
-    changed = copy.deepcopy(run.config)
     try:
+        changed = Config.model_validate(run.config).model_dump()
         changed["placement"]["split"][key] = value
         config = Config.model_validate(changed)
         return next(iter(find_problems(config, build_plan(config))), "")
-    except (KeyError, TypeError, ValidationError, RolepoolError) as error:
+    except (ValidationError, RolepoolError) as error:
         return one_line(error)
 
 
@@ -217,12 +209,9 @@ def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
                 balancing = ("trainer.balance_batch", batched.micro_batch.by_tokens)
                 unset = [f"{name}=true" for name in balancing if value_at(run.config, name) is False]
                 key = [*unset, "data.train_batch_size"][0]
-            yield Finding(
-                f"In {operation} the other {f'{others} ranks' if others > 1 else 'rank'} of {pool} waited "
-                f"{waited_s:.3g} s per step ({waited_s / summary.step_s:.0%}) for the slowest rank.",
-                {"waited_s": waited_s, "step_s": summary.step_s},
-                (key,),
-            )
+            text = f"In {operation} the other {f'{others} ranks' if others > 1 else 'rank'} of {pool} waited "
+            text += f"{waited_s:.3g} s per step ({waited_s / summary.step_s:.0%}) for the slowest rank."
+            yield Finding(text, {"waited_s": waited_s, "step_s": summary.step_s}, (key,))
 
 
 def _hand_overs(summary: Summary) -> Iterator[Finding]:
@@ -230,34 +219,28 @@ def _hand_overs(summary: Summary) -> Iterator[Finding]:
     driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
     share = (handed_s + driver_s) / summary.step_s if summary.step_s else 0.0
     if share > HAND_OVER:
-        yield Finding(
-            f"{share:.0%} of a step's critical path is not work in a pool, but the driver ({driver_s:.3g} s) and "
-            f"hand-overs between calls ({handed_s:.3g} s). Larger batches spread this time over more tokens.",
-            {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s},
-            ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-        )
+        text = f"{share:.0%} of a step's critical path is not work in a pool, but the driver ({driver_s:.3g} s) and "
+        text += f"hand-overs between calls ({handed_s:.3g} s). Larger batches spread this time over more tokens."
+        numbers = {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s}
+        yield Finding(text, numbers, ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"))
 
 
 def _memory(run: Run) -> Iterator[Finding]:
     """How full the fullest GPU of each pool was, if the monitor recorded the size of its memory."""
     gpus = [gpu for sample in run.monitor for gpu in sample["gpus"] if gpu.get("memory_total_bytes")]
     for name, pool in run.plan.pools.items() if run.plan is not None else ():
-        mine = [
-            (gpu["memory_bytes"] / 2**30, gpu["memory_total_bytes"] / 2**30) for gpu in gpus if name in gpu["pools"]
-        ]
-        used, total = max(mine, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
+        sizes = [(gpu["memory_bytes"], gpu["memory_total_bytes"]) for gpu in gpus if name in gpu["pools"]]
+        fullest = max(sizes, key=lambda size: size[0] / size[1], default=(0, 0))
+        used, total = fullest[0] / 2**30, fullest[1] / 2**30
         left = 1 - used / total if total else LITTLE_MEMORY_LEFT
         if LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
             continue
-        risk, room = "a longer batch may not fit; use smaller micro-batches", "larger micro-batches would be faster"
         # The key that decides most about a pool's memory: the micro-batch size of a role that is trained, or else of
         # one that computes log-probs or scores, or else the key of the rollout.
-        specs = sorted(
-            (ROLE_SPECS[role] for role in pool.roles), key=lambda spec: (not spec.is_trained, not spec.batched)
-        )
-        yield Finding(
-            f"{name} used at most {used:.1f} of {total:.1f} GiB of a GPU ({left:.0%} was free): "
-            f"{risk if left < LITTLE_MEMORY_LEFT else room}.",
-            {"used_gib": used, "total_gib": total},
-            (specs[0].batched[-1][1].rows if specs[0].batched else specs[0].memory_key,),
-        )
+        specs = [ROLE_SPECS[role] for role in pool.roles]
+        spec = min(specs, key=lambda spec: (not spec.is_trained, not spec.batched))
+        key = spec.batched[-1][1].rows if spec.batched else spec.memory_key
+        text = f"{name} used at most {used:.1f} of {total:.1f} GiB of a GPU ({left:.0%} was free): "
+        risk, room = "a longer batch may not fit; use smaller micro-batches.", "larger micro-batches would be faster."
+        text += risk if left < LITTLE_MEMORY_LEFT else room
+        yield Finding(text, {"used_gib": used, "total_gib": total}, (key,))

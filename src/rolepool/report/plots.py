@@ -22,12 +22,11 @@ from rolepool.placement.roles import OPERATIONS
 from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 
 SERIES_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
 """Colours of other lines (runs, pools, GPUs), used in this order and then repeated."""
-WAIT_COLORS = {"imbalance": "#F2C9B0", "data": "#C9DDF0", "turn": "#E0E0E0", "nothing": "#F5F5F5"}
 DARK = {"#009E73", "#0072B2", "#D55E00", "#000000", "#595959", "#8C8C8C"}
 """Colours on which white text is easier to read than black text."""
 

@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import Timeline, lanes, step_bounds
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
-from rolepool.report.plots import SERIES_COLORS, WAIT_COLORS, colors_for, in_step_order, timed_operations
+from rolepool.report.plots import SERIES_COLORS, colors_for, in_step_order, timed_operations
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
 
 MAX_POINTS = 500
@@ -39,6 +38,8 @@ CURVES = {
     "Entropy": ("actor/entropy",),
     "Tokens per second and GPU": ("perf/throughput",),
 }
+
+USAGE = ("Utilization (%), mean of the pool's ranks", "Memory (GiB), maximum of the pool's ranks")
 
 Bounds = Mapping[int, tuple[float, float]]
 
@@ -64,23 +65,18 @@ def page_data(run: Run) -> dict[str, Any]:
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
     operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
-    path = sorted(summary.path_s.items(), key=lambda item: -item[1])
+    names = {"name": run.name, "skipped": run.notes, "operations": operations, "colors": colors_for(operations)}
+    counts = {"num_steps": len(bounds), "num_averaged": len(summary.steps), "step_s": summary.step_s}
     return {
-        "name": run.name,
-        "skipped": run.notes,
-        "operations": operations,
-        "colors": colors_for(operations),
-        "wait_colors": WAIT_COLORS,
+        **names,
+        **counts,
         "series_colors": SERIES_COLORS,
-        "num_steps": len(bounds),
-        "num_averaged": len(summary.steps),
-        "step_s": summary.step_s,
-        "findings": [vars(finding) for finding in find(run, summary, grouped)],
+        "findings": [finding._asdict() for finding in find(run, summary, grouped)],
         "pools": [
             {"pool": pool, "num_ranks": num_ranks, "times_s": [(*what, s) for what, s in summary.pools_s[pool].items()]}
             for pool, num_ranks in summary.num_ranks.items()
         ],
-        "path": [(*what, seconds) for what, seconds in path],
+        "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
         "timeline": _timeline(grouped, bounds, operations),
         "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
@@ -97,13 +93,11 @@ def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Key, value and default of each key that differs. `${...}` in a default stands for the value of another key."""
     changed = []
     for path, key in all_keys().items():
-        value, default = value_at(config, path), key.default
-        if isinstance(default, str) and (followed := re.fullmatch(r"\$\{([^}]+)\}", default)):
-            default = value_at(config, followed[1])
-        elif isinstance(default, str):
-            default = re.sub(r"\$\{([^}]+)\}", lambda match: str(value_at(config, match[1])), default)
-        if value != default:
-            changed.append((path, show(value), show(default)))
+        value, default = show(value_at(config, path)), key.default
+        if isinstance(default, str):
+            default = re.sub(r"\$\{([^}]+)\}", lambda match: show(value_at(config, match[1])), default)
+        if value != show(default):
+            changed.append((path, value, show(default)))
     return changed
 
 
@@ -151,19 +145,12 @@ def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
 
 def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
     """Utilization and memory of pools over time."""
-    utilization: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    charts: dict[str, dict[str, list[tuple[float, float]]]] = {title: defaultdict(list) for title in USAGE}
     for sample in monitor:
-        time_s = sample["time_s"] - monitor[0]["time_s"]
-        for pool, (percent, gib) in pool_use(sample).items():
-            utilization[pool].append((time_s, percent))
-            memory[pool].append((time_s, gib))
-    if not utilization:
-        return []
-    return [
-        _chart("Utilization (%), mean of the pool's ranks", "seconds", utilization),
-        _chart("Memory (GiB), maximum of the pool's ranks", "seconds", memory),
-    ]
+        for pool, used in pool_use(sample).items():
+            for title, value in zip(USAGE, used, strict=True):
+                charts[title][pool].append((sample["time_s"] - monitor[0]["time_s"], value))
+    return [_chart(title, "seconds", series) for title, series in charts.items() if series]
 
 
 # Timeline
@@ -247,8 +234,7 @@ def _slices_and_arrows(timeline: Timeline, threads: dict[tuple[str, int], dict[s
     """In the order of time on each thread: an arrow leaves its slice before the next slice begins. Times are integer
     microseconds since the first span."""
     arriving: dict[int, list[int]] = defaultdict(list)
-    leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    numbers = count(1)
+    leaving: dict[int, list[int]] = defaultdict(list)
 
     def microseconds(time_s: float) -> int:
         return int((time_s - timeline[0].span.start_s) * 1e6)
@@ -256,9 +242,8 @@ def _slices_and_arrows(timeline: Timeline, threads: dict[tuple[str, int], dict[s
     for position, recorded in enumerate(timeline):
         for source in timeline.inputs_of(position):
             if timeline[source].span.start_s <= recorded.span.start_s:
-                number = next(numbers)
-                arriving[position].append(number)
-                leaving[source].append((microseconds(recorded.span.start_s), number))
+                arriving[position].append(source)
+                leaving[source].append(position)
     for position, (step, operation, span) in enumerate(timeline):
         start_us, end_us = microseconds(span.start_s), microseconds(span.end_s)
         thread = threads[span.pool, span.rank]
@@ -266,8 +251,9 @@ def _slices_and_arrows(timeline: Timeline, threads: dict[tuple[str, int], dict[s
         times = {"ts": start_us, "dur": end_us - start_us}
         yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
         arrow = {"name": "data", "cat": "data", **thread}
-        for number in arriving.get(position, ()):
-            yield {"ph": "f", "bp": "e", **arrow, "id": number, "ts": start_us}
-        # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
-        for time_us, number in sorted((min(end_us - 1, to_us), number) for to_us, number in leaving.get(position, ())):
-            yield {"ph": "s", **arrow, "id": number, "ts": max(time_us, start_us)}
+        for source in arriving[position]:
+            yield {"ph": "f", "bp": "e", **arrow, "id": source * len(timeline) + position, "ts": start_us}
+        for target in leaving[position]:
+            # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
+            to_us = min(end_us - 1, microseconds(timeline[target].span.start_s))
+            yield {"ph": "s", **arrow, "id": position * len(timeline) + target, "ts": max(to_us, start_us)}

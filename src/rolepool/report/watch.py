@@ -53,7 +53,7 @@ class WatchedRun:
     """A run folder and what was read from it so far."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = folder.resolve().name
+        self._folder = folder
         try:
             self._config = read_config((folder / "config.yaml").read_bytes())
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -103,26 +103,23 @@ class WatchedRun:
 
     def frame(self) -> Group:
         """What to show now."""
-        rewards = self._values("critic/score/mean")
-        curve = "no reward yet"
-        if rewards:
-            curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
-        return Group(Text(self._headline(), style="bold"), self._table(), Text(curve))
-
-    def _headline(self) -> str:
         last = self._values("timing_s/step")[-10:]
-        words = [f"{self.name}: step {self.step}" + (f" of {self.num_steps}" if self.num_steps is not None else "")]
+        of_steps = f" of {self.num_steps}" if self.num_steps is not None else ""
+        words = [f"{self._folder.resolve().name}: step {self.step}{of_steps}"]
         if last:
             words.append(f"{last[-1]:.3g} s per step")
         if last and self.num_steps is not None and not self.is_finished:
             words.append(f"about {timedelta(seconds=round((self.num_steps - self.step) * fmean(last)))} left")
-        files = [lines.path for lines in (self._new_rows, self._new_spans, self._new_samples)]
-        silent_s = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        written_s = max((file.stat().st_mtime for file in self._folder.glob("*.jsonl")), default=time.time())
+        silent_s = time.time() - written_s
         if self.is_finished:
             words.append("finished")
         elif silent_s > max(SILENT_S, *last, 0):
             words.append(f"nothing written for {silent_s:.0f} s")
-        return ", ".join(words)
+        curve = "no reward yet"
+        if rewards := self._values("critic/score/mean"):
+            curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+        return Group(Text(", ".join(words), style="bold"), self._table(), Text(curve))
 
     def _table(self) -> Table:
         """A line for each rank with its last operation. What concerns the pool is only in the pool's first line."""
