@@ -1,7 +1,5 @@
 """rolepool: PPO post-training of language models; you choose which models share which GPUs."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

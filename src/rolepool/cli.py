@@ -3,8 +3,6 @@
 Owns the list of commands and what they print. Slow imports are inside the commands, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Owns the exception types and the wording of operating system errors. Our errors 
 processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -59,10 +57,9 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
     """Turn an operating system error in the block (or one of the types in `also`) into a ConfigError with a fix."""
-    kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
-    except kinds as error:
+    except (OSError, *also) as error:
         raise ConfigError(f"{what} ({one_line(error)}); {fix}") from error
 
 

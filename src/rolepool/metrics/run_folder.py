@@ -5,8 +5,6 @@ appended), the lock that keeps a second run out, moving an earlier run aside, an
 as one line of text.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json
@@ -37,10 +35,6 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -118,6 +112,7 @@ class RunFolder:
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
+        self._append("train.log", [console_line(step, metrics)])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
         lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
@@ -131,9 +126,6 @@ class RunFolder:
     def add_monitor(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """What the monitors measured on GPUs and processes."""
         self._append("monitor.jsonl", map(json.dumps, samples))
-
-    def add_log(self, line: str) -> None:
-        self._append("train.log", [line])
 
     def _existing_files(self) -> list[Path]:
         return [path for path in (self.path / name for name in RUN_FILES) if path.exists()]

@@ -1,7 +1,5 @@
 """Samples of a node, one per second: what its GPUs and this run's processes on it use, from NVML and psutil."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict, deque
@@ -90,12 +88,11 @@ class NodeMonitor:
         gpus, processes = [], []
         for index, handle in self._gpus.items():
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            used = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
-            used["utilization"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            used["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            gpus.append(
-                {"index": index, "pools": sorted({one.pool for one in self._processes if one.gpu == index}), **used}
-            )
+            sizes = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
+            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            pools = sorted({one.pool for one in self._processes if one.gpu == index})
+            gpus.append({"index": index, "utilization": utilization, **sizes, "power_w": power_w, "pools": pools})
         for (pid, pool, rank, _), process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
                 used = {"cpu_percent": process.cpu_percent(), "memory_bytes": process.memory_info().rss}

@@ -222,35 +222,33 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
 
 def lanes(timeline: Timeline, start_s: float, end_s: float) -> list[Lane]:
     """What each rank, and the driver, did and waited for in a time window; sorted by pool and rank."""
-    return [_lane(timeline, pool, rank, start_s, end_s) for pool, rank in timeline.of_rank]
-
-
-def _lane(timeline: Timeline, pool: str, rank: int, start_s: float, end_s: float) -> Lane:
-    lane = Lane(pool, rank, [], [])
-    positions, starts = timeline.of_rank[pool, rank], timeline.starts_of_rank[pool, rank]
-    first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
-    previous, filled_s = NONE, start_s
-    for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
-        position = positions[index] if index < len(positions) else NONE
-        begin_s = starts[index] if index < last else end_s
-        if begin_s > filled_s and previous != NONE:
-            call_end_s = min(timeline.call_end_s(previous), begin_s)
-            if call_end_s > filled_s:
-                lane.waits.append(Interval("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
-                filled_s = call_end_s
-        if begin_s > filled_s:
-            lane.waits.extend(_explain(timeline, position, filled_s, begin_s))
-            filled_s = begin_s
-        if index < last and (recorded := timeline[position]).span.end_s > filled_s:
-            span = recorded.span
-            if span.start_s < filled_s or span.end_s > end_s:
-                span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
-                recorded = recorded._replace(span=span)
-            lane.spans.append(recorded)
-            filled_s = span.end_s
-        previous = position
-    lane.waits.sort(key=lambda wait: wait.start_s)
-    return lane
+    found = []
+    for (pool, rank), positions in timeline.of_rank.items():
+        found.append(lane := Lane(pool, rank, [], []))
+        starts = timeline.starts_of_rank[pool, rank]
+        first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
+        previous, filled_s = NONE, start_s
+        for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
+            position = positions[index] if index < len(positions) else NONE
+            begin_s = starts[index] if index < last else end_s
+            if begin_s > filled_s and previous != NONE:
+                call_end_s = min(timeline.call_end_s(previous), begin_s)
+                if call_end_s > filled_s:
+                    lane.waits.append(Interval("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
+                    filled_s = call_end_s
+            if begin_s > filled_s:
+                lane.waits.extend(_explain(timeline, position, filled_s, begin_s))
+                filled_s = begin_s
+            if index < last and (recorded := timeline[position]).span.end_s > filled_s:
+                span = recorded.span
+                if span.start_s < filled_s or span.end_s > end_s:
+                    span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
+                    recorded = recorded._replace(span=span)
+                lane.spans.append(recorded)
+                filled_s = span.end_s
+            previous = position
+        lane.waits.sort(key=lambda wait: wait.start_s)
+    return found
 
 
 def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -> Iterator[Interval]:

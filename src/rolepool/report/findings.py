@@ -4,8 +4,6 @@ Owns the averages over the steps of a run (where each pool's time went, and the 
 page, and the thresholds above which something is reported. Every finding includes the numbers it is based on.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean

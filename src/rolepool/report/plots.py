@@ -144,11 +144,7 @@ def _step_axis(axes: Axes) -> None:
 
 def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
     """Stacked times of operations over steps, with the step's own time as a line; a panel for each log."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     figure = new_figure(1.0 + 2.4 * len(logs))
-    shown: set[str] = set()
     panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
     colors = colors_for(operations)
@@ -161,18 +157,18 @@ def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
         for name in operations:
             heights = np.nan_to_num([row.get(f"{TIMING}{name}", 0.0) for row in rows.values()])
             if heights.any():
-                axes.stairs(below + heights, edges, baseline=below, fill=True, color=colors[name])
-                shown.add(name)
+                axes.stairs(below + heights, edges, baseline=below, fill=True, color=colors[name], label=name)
             below = below + heights
         whole = np.array([row.get(f"{TIMING}step", np.nan) for row in rows.values()])
-        axes.stairs(whole, edges, baseline=None, color="black", linewidth=1.2)
+        axes.stairs(whole, edges, baseline=None, color="black", linewidth=1.2, label="step")
         total = float(np.nansum(whole))
         axes.set_title(log + (f": operations add up to {below.sum() / total:.0%} of the step times" if total else ""))
         axes.set_ylabel("time per step (s)")
         axes.margins(x=0)
         _step_axis(axes)
-    handles = [Patch(color=colors[name], label=name) for name in reversed(operations) if name in shown]
-    figure.legend(handles=[Line2D([], [], color="black", label="step"), *handles], loc="outside right upper")
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = [name for name in ("step", *reversed(operations)) if name in shown]
+    figure.legend([shown[name] for name in names], names, loc="outside right upper")
     note = "Stack above the line: operations overlapped, or ran outside the step (such as validation)."
     figure.supxlabel(note, fontsize=8, color="#595959")
     return figure

@@ -4,8 +4,6 @@ Owns how the files of a run folder are read, and the parsing of console lines `s
 Lines that a killed run or a full disk left unreadable are skipped and counted; so is a whole file that cannot be read.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -139,11 +137,9 @@ class JsonLines(Generic[T]):
                     return
                 self._offset += len(line)
                 try:
-                    found = self._read(line)
+                    yield self._read(line)
                 except ValueError:
                     self.num_unreadable += 1
-                else:
-                    yield found
 
 
 # One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.

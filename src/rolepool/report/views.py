@@ -4,8 +4,6 @@ Owns what is on the page and limits its size: curves of long runs are binned, an
 steps, so that every page opens at once. The page itself is `template.html`; it reads one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

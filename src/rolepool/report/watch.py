@@ -4,8 +4,6 @@ Reads only what was added to the files of the run folder, and only the end of lo
 when the step ends, so the view shows the last recorded operation of each rank, with its step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from datetime import timedelta
