@@ -1,7 +1,7 @@
 """The errors that a user can cause. Each prints as one line per problem, without a traceback.
 
-Owns the exception types and the wording of operating system errors. Our errors are picklable, so they can cross
-processes.
+Owns the exception types and the wording of operating system errors. These errors are picklable, so a worker can send
+them to the driver.
 """
 
 from collections.abc import Iterable, Iterator

@@ -31,7 +31,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunFolder:
-    """A folder with `RUN_FILES` in it. Other files in it are left alone."""
+    """A folder with `RUN_FILES` in it. Other files in it are not touched."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -84,7 +84,7 @@ class RunFolder:
             raise ConfigError(f"trainer.default_local_dir={self.path}: {what}; {fix}")
 
     def begin(self, after_step: int | None) -> Path | None:
-        """Move aside what a run that resumes after a step will write again; None moves the whole earlier run.
+        """Move what a run that resumes after this step will write again to `earlier/N`; None moves the whole run.
 
         Returns the folder it was moved to, or None if there was nothing to move.
         """

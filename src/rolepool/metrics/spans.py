@@ -309,12 +309,10 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
         if pool != RULE_POOL:
             changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
     overlap_s = saved_s = 0.0
-    num_busy_pools = 0
     num_busy_ranks = dict.fromkeys(by_pool, 0)
     for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
         num_busy_ranks[pool] += change
-        if num_busy_ranks[pool] == max(change, 0):  # the pool's first rank has started, or its last one has ended
-            num_busy_pools += change
+        num_busy_pools = sum(num_busy > 0 for num_busy in num_busy_ranks.values())
         if num_busy_pools >= 2:
             overlap_s += next_s - time_s
             saved_s += (next_s - time_s) * (num_busy_pools - 1)

@@ -204,7 +204,8 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
-    """A name for each path: its last part, or the whole path if several end alike; numbered if paths are the same."""
+    """A name for each path: its last part, or the full path if several have the same last part; paths that are the same
+    get numbers."""
     last = [Path(path).absolute().name.removesuffix(".log") for path in paths]
     names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]

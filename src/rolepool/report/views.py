@@ -180,8 +180,8 @@ def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
 
 
 def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[str]) -> dict[str, Any]:
-    """Lanes with spans and waits; times count from the window's start. Spans that cross its ends are not cut. If a
-    single step has too many spans, the last lanes are left out."""
+    """Lanes with spans and waits; times count from the window's start. Spans that start before it or end after it are
+    shown with their full length. If a single step has too many spans, the last lanes are skipped."""
     boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
     for step, operation, span in spans:
         if span.end_s > start_s and span.start_s < end_s:
