@@ -61,9 +61,7 @@ class RunFolder:
                 raise ConfigError(f"{key}: {what}")
             try:
                 with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
-                    lock.truncate(0)
-                    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-                    lock.flush()
+                    file.write_text(f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8")
                 yield
             finally:
                 file.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 from rolepool.placement.pools import DRIVER as DRIVER
@@ -116,29 +116,26 @@ class Timeline(list[Recorded]):
         of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._previous: list[int] = []
         """Position of the previous span of the same rank, for each span."""
-        self._call: list[tuple[int, str, int, str]] = []
-        self._slowest: dict[tuple[int, str, int, str], int] = {}
-        """Position of the span that ended last, for each call."""
+        calls: list[tuple[int, str, int, str]] = []
+        slowest: dict[tuple[int, str, int, str], int] = {}  # position of the span that ended last, for each call
         for position, (step, operation, span) in enumerate(self):
             before = of_rank[span.pool, span.rank]
             self._previous.append(before[-1] if before else NONE)
             before.append(position)
             call = (span.call, span.pool, step, operation)  # a resumed run numbers its calls from 0 again
-            self._call.append(call)
-            if call not in self._slowest or span.end_s > self[self._slowest[call]].span.end_s:
-                self._slowest[call] = position
+            calls.append(call)
+            if call not in slowest or span.end_s > self[slowest[call]].span.end_s:
+                slowest[call] = position
+        self.call_ends_s = [self[slowest[call]].span.end_s for call in calls]
+        """When the slowest rank of the same call ended, for each span."""
         self.of_rank = dict(sorted(of_rank.items()))
         """Positions of the spans of each pool and rank."""
         self.starts_of_rank = {rank: [self[at].span.start_s for at in of_rank[rank]] for rank in self.of_rank}
         self._numbered: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the same number."""
-        for (number, pool, _, _), position in self._slowest.items():
+        for (number, pool, _, _), position in slowest.items():
             if pool != DRIVER:
                 self._numbered[number].append(position)
-
-    def call_end_s(self, position: int) -> float:
-        """When the slowest rank of the same call ended."""
-        return self[self._slowest[self._call[position]]].span.end_s
 
     def inputs_of(self, position: int) -> Iterator[int]:
         """For each call whose result was an input of a span: the position of that call's slowest span."""
@@ -232,7 +229,7 @@ def lanes(timeline: Timeline, start_s: float, end_s: float) -> list[Lane]:
             position = positions[index] if index < len(positions) else NONE
             begin_s = starts[index] if index < last else end_s
             if begin_s > filled_s and previous != NONE:
-                call_end_s = min(timeline.call_end_s(previous), begin_s)
+                call_end_s = min(timeline.call_ends_s[previous], begin_s)
                 if call_end_s > filled_s:
                     lane.waits.append(Interval("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
                     filled_s = call_end_s
@@ -257,13 +254,10 @@ def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -
         yield Interval("nothing", "", "", start_s, end_s)
         return
     for cause in timeline.causes(following, timeline[following].span.start_s, start_s):
-        if cause.start_s >= end_s:
-            continue
-        until_s = min(cause.end_s, end_s)
-        if cause.kind == "hand-over":
-            yield Interval("turn", "", "", cause.start_s, until_s)
-        else:
-            yield cause._replace(kind="turn" if cause.pool == DRIVER else "data", end_s=until_s)
+        if cause.start_s < end_s:
+            who = ("", "") if cause.kind == "hand-over" else (cause.pool, cause.operation)
+            kind: Literal["turn", "data"] = "turn" if who[0] in ("", DRIVER) else "data"
+            yield Interval(kind, *who, cause.start_s, min(cause.end_s, end_s))
 
 
 def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Interval]:
@@ -290,14 +284,12 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
 
 def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, float]:
     """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: the time saved by pools that work simultaneously."""
-    by_pool: dict[str, list[Lane]] = defaultdict(list)
-    for lane in lanes(timeline, start_s, end_s):
-        if lane.pool != DRIVER:
-            by_pool[lane.pool].append(lane)
     metrics: dict[str, float] = {}
     changes: list[tuple[float, int, str]] = []
     wall_s = end_s - start_s
-    for pool, ranks in by_pool.items():
+    workers = [lane for lane in lanes(timeline, start_s, end_s) if lane.pool != DRIVER]
+    for pool, group in groupby(workers, key=lambda lane: lane.pool):
+        ranks = list(group)
         done = [recorded.span for lane in ranks for recorded in lane.spans]
         waits = [wait for lane in ranks for wait in lane.waits if wait.kind in ("data", "turn")]
         busy_s = sum(span.duration_s for span in done) / len(ranks)
@@ -309,7 +301,7 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
         if pool != RULE_POOL:
             changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
     overlap_s = saved_s = 0.0
-    num_busy_ranks = dict.fromkeys(by_pool, 0)
+    num_busy_ranks: dict[str, int] = defaultdict(int)
     for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
         num_busy_ranks[pool] += change
         num_busy_pools = sum(num_busy > 0 for num_busy in num_busy_ranks.values())

@@ -53,7 +53,6 @@ LETTER_WIDTH = 0.0075
 
 TABLE_WIDTH = 200
 """Wide enough that every column fits, whatever the terminal."""
-COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
 
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
@@ -164,7 +163,7 @@ def _run_measures(run: Run) -> dict[str, float]:
 
 def as_table(lines: Sequence[Line]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
+    for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
         table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
         for number, (_, run, mean, p50, p95, ratio) in enumerate(group):

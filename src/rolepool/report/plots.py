@@ -30,14 +30,12 @@ SERIES_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9
 DARK = {"#009E73", "#0072B2", "#D55E00", "#000000", "#595959", "#8C8C8C"}
 """Colours on which white text is easier to read than black text."""
 
-WIDTH_IN = 9.0
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
 """Patterns that tell runs apart if colours already tell operations apart."""
 
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
-CSV_NAME = "timing_metrics.csv"
 PERFORMANCE = {"perf/throughput": "tokens/s per process", "perf/time_per_step": "s"}
 PERFORMANCE["perf/total_num_tokens"] = "tokens per step"
 
@@ -70,7 +68,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     timings = [f"{TIMING}{operation}" for operation in operations]
     tokens = [key for key in keys if key.startswith("timing_per_token_ms/")]
     memory = [key for key in keys if key == "perf/max_memory_allocated_gb" or key.endswith("/peak_memory_gb")]
-    written = [folder / CSV_NAME]
+    written = [folder / "timing_metrics.csv"]
     # One line for each step. A cell is empty if the step does not have that number.
     with atomic_path(written[0]) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -114,15 +112,15 @@ def style() -> AbstractContextManager[None]:
 def new_figure(height_in: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return Figure(figsize=(9.0, height_in), layout="constrained")
 
 
 def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     """Write the figure in each format, as `path` with that ending. Returns the files."""
     files = [path.parent / f"{path.name}.{ending}" for ending in formats]
     for file in files:
-        metadata = {"Date": None} if file.suffix == ".svg" else None
         with atomic_path(file) as temporary:
+            metadata = {"Date": None} if file.suffix == ".svg" else None
             figure.savefig(temporary, dpi=150, facecolor="white", metadata=metadata)
     return files
 
@@ -186,8 +184,8 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
     panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     for axes, key in zip(panels, keys, strict=False):
         for color, log, found in zip(cycle(SERIES_COLORS), logs, lines[key], strict=False):
-            look: dict[str, Any] = {"color": color, "marker": "." if len(found) < 40 else "", "label": log}
-            axes.plot(list(found), list(found.values()), linewidth=1.4, **look)
+            marker = "." if len(found) < 40 else ""
+            axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=log)
         axes.set_title(key if len(key) < 36 else "/\n".join(key.rsplit("/", 1)))  # a longer title would not fit
         axes.set_ylabel(units[key])
         axes.set_ylim(min(0, axes.get_ylim()[0]), axes.get_ylim()[1] * 1.05)

@@ -218,13 +218,12 @@ def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
     last = math.inf
     # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
     for step, row in (row for part in lines for line in part.splitlines() for row in _parse_line(line)):
-        if step < last:
-            runs.append({step: row})
-        elif step > last:
+        is_addition = all(name.startswith(ADDED_LATER) for name in row)
+        if step > last:
             runs[-1][step] = row
-        elif all(name.startswith(ADDED_LATER) for name in row) and not runs[-1][step].keys() & row.keys():
+        elif step == last and is_addition and not runs[-1][step].keys() & row.keys():
             runs[-1][step].update(row)
-        elif str(runs[-1][step]) != str(row):  # compared as text because NaN is not equal to itself
+        elif step < last or str(runs[-1][step]) != str(row):  # compared as text because NaN is not equal to itself
             runs.append({step: row})
         last = step
     return runs

@@ -63,6 +63,7 @@ def page_data(run: Run) -> dict[str, Any]:
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
     operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
+    shown = _choose_steps(grouped, bounds)
     names = {"name": run.name, "skipped": run.notes, "operations": operations, "colors": colors_for(operations)}
     counts = {"num_steps": len(bounds), "num_averaged": len(summary.steps), "step_s": summary.step_s}
     return {
@@ -75,7 +76,8 @@ def page_data(run: Run) -> dict[str, Any]:
             for pool, num_ranks in summary.num_ranks.items()
         ],
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
-        "timeline": _timeline(grouped, bounds, operations),
+        "windows": [_window(grouped, bounds, steps, why, operations) for why, steps in shown.items()],
+        "num_shown": len({step for steps in shown.values() for step in steps}),
         "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
         "curves": list(_curves(run.metrics)),
@@ -154,17 +156,6 @@ def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
 # Timeline
 
 
-def _timeline(grouped: SpansByStep, bounds: Bounds, operations: Sequence[str]) -> dict[str, Any]:
-    windows, shown = [], _choose_steps(grouped, bounds)
-    for why, steps in shown.items():
-        first, last = steps[0], steps[-1]
-        label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
-        starts = [(step, bounds[step][0] - bounds[first][0]) for step in steps]
-        window = _window(around(grouped, first, last), bounds[first][0], bounds[last][1], operations)
-        windows.append({"label": label, "starts": starts, **window})
-    return {"windows": windows, "num_shown": len({step for steps in shown.values() for step in steps})}
-
-
 def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
     """The windows of steps to show: all steps, or as many as fit of the first, slowest, median and last."""
     steps = sorted(bounds)
@@ -179,9 +170,12 @@ def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
     return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
 
 
-def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[str]) -> dict[str, Any]:
-    """Lanes with spans and waits; times count from the window's start. Spans that start before it or end after it are
-    shown with their full length. If a single step has too many spans, the last lanes are skipped."""
+def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], why: str, operations: list[str]) -> dict[str, Any]:
+    """Lanes with spans and waits in a window of steps; times count from its start. Spans that start before it or end
+    after it are shown with their full length. If a single step has too many spans, the last lanes are skipped."""
+    first, last = steps[0], steps[-1]
+    (start_s, _), (_, end_s) = bounds[first], bounds[last]
+    spans = around(grouped, first, last)
     boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
     for step, operation, span in spans:
         if span.end_s > start_s and span.start_s < end_s:
@@ -197,7 +191,10 @@ def _window(spans: Timeline, start_s: float, end_s: float, operations: Sequence[
             break
         waits = [(*wait[:3], wait.start_s - start_s, wait.end_s - wait.start_s) for wait in lane.waits]
         shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes[lane.pool, lane.rank], "waits": waits})
-    return {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
+    label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
+    starts = [(step, bounds[step][0] - start_s) for step in steps]
+    window = {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
+    return {"label": label, "starts": starts, **window}
 
 
 # Trace
@@ -213,45 +210,35 @@ def trace_pieces(run: Run) -> Iterator[str]:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The events of a trace. Slices and arrows are in the order of time on each thread: an arrow leaves its slice
+    before the next slice begins. Times are integer microseconds since the first span."""
     pools = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
-    # Perfetto treats a thread that has the number of its process as the main thread, so thread numbers start higher.
-    threads = {
-        (pool, rank): {"pid": pools[pool], "tid": number}
-        for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1)
-    }
+    threads = {}
     for pool, number in pools.items():
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": pool}}
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
-    for (pool, rank), thread in threads.items():
+    # Perfetto treats a thread that has the number of its process as the main thread, so thread numbers start higher.
+    for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1):
+        threads[pool, rank] = thread = {"pid": pools[pool], "tid": number}
         yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"{pool} rank {rank}"}}
         yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}}
-    yield from _slices_and_arrows(timeline, threads)
-
-
-def _slices_and_arrows(timeline: Timeline, threads: dict[tuple[str, int], dict[str, int]]) -> Iterator[dict[str, Any]]:
-    """In the order of time on each thread: an arrow leaves its slice before the next slice begins. Times are integer
-    microseconds since the first span."""
+    start_us = [int((recorded.span.start_s - timeline[0].span.start_s) * 1e6) for recorded in timeline]
     arriving: dict[int, list[int]] = defaultdict(list)
     leaving: dict[int, list[int]] = defaultdict(list)
-
-    def microseconds(time_s: float) -> int:
-        return int((time_s - timeline[0].span.start_s) * 1e6)
-
     for position, recorded in enumerate(timeline):
         for source in timeline.inputs_of(position):
             if timeline[source].span.start_s <= recorded.span.start_s:
                 arriving[position].append(source)
                 leaving[source].append(position)
     for position, (step, operation, span) in enumerate(timeline):
-        start_us, end_us = microseconds(span.start_s), microseconds(span.end_s)
-        thread = threads[span.pool, span.rank]
+        end_us = int((span.end_s - timeline[0].span.start_s) * 1e6)
+        thread, times = threads[span.pool, span.rank], {"ts": start_us[position], "dur": end_us - start_us[position]}
         args = {"step": step, **span._asdict(), "parts": dict(span.parts)}
-        times = {"ts": start_us, "dur": end_us - start_us}
         yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
         arrow = {"name": "data", "cat": "data", **thread}
         for source in arriving[position]:
-            yield {"ph": "f", "bp": "e", **arrow, "id": source * len(timeline) + position, "ts": start_us}
+            yield {"ph": "f", "bp": "e", **arrow, "id": source * len(timeline) + position, "ts": start_us[position]}
         for target in leaving[position]:
             # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
-            to_us = min(end_us - 1, microseconds(timeline[target].span.start_s))
-            yield {"ph": "s", **arrow, "id": position * len(timeline) + target, "ts": max(to_us, start_us)}
+            time_us = max(min(end_us - 1, start_us[target]), start_us[position])
+            yield {"ph": "s", **arrow, "id": position * len(timeline) + target, "ts": time_us}
