@@ -57,9 +57,10 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
     """Turn an operating system error in the block (or one of the types in `also`) into a ConfigError with a fix."""
+    kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
-    except (OSError, *also) as error:
+    except kinds as error:
         raise ConfigError(f"{what} ({one_line(error)}); {fix}") from error
 
 

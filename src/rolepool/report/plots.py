@@ -1,8 +1,8 @@
 """How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
 
 One colour for each operation and kind of waiting, in every plot and on every page. The colours of operations and series
-are those of Okabe and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib is
-imported only when a figure is made; its global state is not used.
+are those of Okabe and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib and
+numpy are imported only when a figure is made; matplotlib's global state is not used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rolepool.files import atomic_path
 from rolepool.placement.roles import OPERATIONS
@@ -36,8 +34,12 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
-PERFORMANCE = {"perf/throughput": "tokens/s per process", "perf/time_per_step": "s"}
-PERFORMANCE["perf/total_num_tokens"] = "tokens per step"
+UNITS = {
+    "perf/throughput": "tokens/s per process",
+    "perf/time_per_step": "s",
+    "perf/total_num_tokens": "tokens per step",
+}
+"""The metrics of the plot `throughput`."""
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
@@ -80,7 +82,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             "time_per_step": _stacked(logs) if timings else None,
             "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
             "time_per_token": _small_multiples(logs, dict.fromkeys(tokens, "ms per token")),
-            "throughput": _small_multiples(logs, PERFORMANCE),
+            "throughput": _small_multiples(logs, UNITS),
             "memory": _small_multiples(logs, dict.fromkeys(memory, "GB")),
         }
         if timings and len(logs) > 1:
@@ -142,6 +144,8 @@ def _step_axis(axes: Axes) -> None:
 
 def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
     """Stacked times of operations over steps, with the step's own time as a line; a panel for each log."""
+    import numpy as np
+
     figure = new_figure(1.0 + 2.4 * len(logs))
     panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
