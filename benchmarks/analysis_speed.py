@@ -12,8 +12,7 @@ import argparse
 import random
 import time
 
-from rolepool.metrics.analysis import Recorded, Timeline, critical_path, lanes, step_bounds, step_metrics
-from rolepool.metrics.spans import DRIVER, Span
+from rolepool.metrics.spans import DRIVER, Recorded, Span, Timeline, critical_path, lanes, step_bounds, step_metrics
 
 HAND_OVER_S = 0.002
 

@@ -42,8 +42,7 @@ from pathlib import Path
 
 import pynvml
 
-from rolepool.metrics.analysis import step_bounds
-from rolepool.metrics.spans import DRIVER, RULE_POOL
+from rolepool.metrics.spans import DRIVER, RULE_POOL, step_bounds
 from rolepool.report.run import Run, read_run
 
 HERE = Path(__file__).parent

@@ -22,8 +22,7 @@ import ray
 import torch
 
 from rolepool.command_line import load_words
-from rolepool.metrics.analysis import Recorded, step_bounds
-from rolepool.metrics.spans import DRIVER, RULE_POOL
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, step_bounds
 from rolepool.report.run import read_run
 from rolepool.trainer.build import Roles
 from rolepool.trainer.loop import Observer, Trainer

@@ -1,7 +1,5 @@
 """rolepool: PPO post-training of language models; you choose which models share which GPUs."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +10,8 @@ if TYPE_CHECKING:
     from rolepool.protocol import DataProto, DataProtoFuture, Dispatch, Execute, Worker, register
 
 __version__ = "0.1.0"
-__all__ = [
-    "Cluster",
-    "DataProto",
-    "DataProtoFuture",
-    "Dispatch",
-    "Execute",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "Role",
-    "Worker",
-    "WorkerGroup",
-    "__version__",
-    "register",
-    "register_adv_est",
-    "register_policy_loss",
-]
+__all__ = ["Cluster", "DataProto", "DataProtoFuture", "Dispatch", "Execute", "ResourcePool", "ResourcePoolManager"]
+__all__ += ["Role", "Worker", "WorkerGroup", "__version__", "register", "register_adv_est", "register_policy_loss"]
 
 _HOME = {
     **dict.fromkeys(("Role", "ResourcePool", "ResourcePoolManager"), "rolepool.placement"),

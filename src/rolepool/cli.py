@@ -3,20 +3,13 @@
 Owns the list of commands and what they print. Slow imports are inside the commands, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rolepool import __version__
 from rolepool.command_line import EXIT_USER_ERROR, Parser, is_input, load_words, print_errors, run_program
 from rolepool.errors import ConfigError, explained
-
-if TYPE_CHECKING:
-    from rolepool.report.run import Run
 
 RUN_HELP = "the run folder, such as runs/demo"
 
@@ -28,33 +21,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int | None:
     name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help", "help"):
-        print(_overview())
-        return None
+    if name in COMMANDS:
+        parser = Parser(f"rolepool {name}", COMMANDS[name].__doc__, WORDS.get(name))
+        return COMMANDS[name](parser, arguments[1:])
     if name == "--version":
         print(f"rolepool {__version__}")
-        return None
-    if name not in COMMANDS:
+    elif name in ("-h", "--help", "help"):
+        print("usage: rolepool COMMAND [FILE...] [key=value...] [options]\n")
+        print("PPO post-training of language models; you choose which models share which GPUs.\n")
+        for command in COMMANDS.values():
+            print(f"  rolepool {command.__name__:<8} {command.__doc__}")
+        print("\n`rolepool COMMAND --help` explains a command. Config keys: docs/config.md, or `rolepool config KEY`.")
+    else:
         raise ConfigError(f"{name!r}: no such command; use one of {', '.join(COMMANDS)}")
-    return COMMANDS[name](arguments[1:])
+    return None
 
 
-def _overview() -> str:
-    commands = "\n".join(f"  rolepool {name:<8} {command.__doc__}" for name, command in COMMANDS.items())
-    return (
-        "usage: rolepool COMMAND [FILE...] [key=value...] [options]\n\n"
-        "PPO post-training of language models; you choose which models share which GPUs.\n\n"
-        f"{commands}\n\n"
-        "`rolepool COMMAND --help` explains a command. Config keys: docs/config.md, or `rolepool config KEY`."
-    )
+# Commands: each adds its options to the parser, parses the arguments and does its work.
 
 
-# Commands
-
-
-def plan(arguments: list[str]) -> int | None:
+def plan(parser: Parser, arguments: list[str]) -> int | None:
     """Show which roles run on which GPUs, whether they fit in memory, and what runs at the same time."""
-    parser = Parser("rolepool plan", plan.__doc__, words="FILE or key=value")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
     parser.add_argument("--live", action="store_true", help="read the inventory from the running Ray cluster")
@@ -96,28 +83,25 @@ def plan(arguments: list[str]) -> int | None:
     return EXIT_USER_ERROR if problems or (options.strict and does_not_fit) else None
 
 
-def config(arguments: list[str]) -> None:
+def config(parser: Parser, arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
-    parser = Parser("rolepool config", config.__doc__, words="KEY, FILE or key=value")
     options = parser.parse_intermixed_args(arguments)
     keys = [word for word in options.words if not is_input(word)]
     loaded = load_words([word for word in options.words if is_input(word)])
-    text = "\n\n".join(loaded.explain(key) for key in keys) if keys else loaded.to_yaml().rstrip()
-    print(text)
+    print("\n\n".join(loaded.explain(key) for key in keys) if keys else loaded.to_yaml().rstrip())
 
 
-def train(arguments: list[str]) -> None:
+def train(parser: Parser, arguments: list[str]) -> None:
     """Train; resumes from the newest checkpoint of the run folder if there is one."""
     from rolepool.trainer.main_ppo import train
 
-    train(arguments, "rolepool train")
+    train(arguments, parser.prog)
 
 
-def export(arguments: list[str]) -> None:
+def export(parser: Parser, arguments: list[str]) -> None:
     """Write the model of a checkpoint as a Hugging Face model folder."""
     from rolepool.placement.roles import trained_roles
 
-    parser = Parser("rolepool export", export.__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("folder", help="the new folder to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
@@ -134,27 +118,36 @@ def export(arguments: list[str]) -> None:
     print(f"{options.folder}: the {options.role} of {saved}")
 
 
-def report(arguments: list[str]) -> None:
+def report(parser: Parser, arguments: list[str]) -> None:
     """Write a run's report page: findings, timeline, critical path, step times, training curves."""
-    run, output = _read_run("rolepool report", report.__doc__, arguments, "report.html")
-
-    from rolepool.report.html import write_report
-
-    print(write_report(run, output))
+    _write_about_run(parser, arguments, "report.html")
 
 
-def trace(arguments: list[str]) -> None:
+def trace(parser: Parser, arguments: list[str]) -> None:
     """Write a run's spans as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    run, output = _read_run("rolepool trace", trace.__doc__, arguments, "trace.json")
-
-    from rolepool.report.trace import write_trace
-
-    print(write_trace(run, output))
+    _write_about_run(parser, arguments, "trace.json")
 
 
-def watch(arguments: list[str]) -> None:
+def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {name} in the run folder")
+    options = parser.parse_intermixed_args(arguments)
+
+    from rolepool.files import write_atomically
+    from rolepool.report.run import read_run
+    from rolepool.report.views import render, trace_pieces
+
+    run = read_run(options.run)
+    print_errors(run.notes, label="")
+    pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
+    path = Path(options.output or run.folder / name)
+    with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
+        write_atomically(path, pieces)
+    print(path)
+
+
+def watch(parser: Parser, arguments: list[str]) -> None:
     """Show a run's pools, operations and reward in the terminal, during or after training."""
-    parser = Parser("rolepool watch", watch.__doc__)
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
     options = parser.parse_intermixed_args(arguments)
@@ -164,9 +157,8 @@ def watch(arguments: list[str]) -> None:
     show_run(options.run, once=options.once)
 
 
-def demo(arguments: list[str]) -> None:
+def demo(parser: Parser, arguments: list[str]) -> None:
     """Create the demo's models, tokenizer and prompts in a folder, unless they exist."""
-    parser = Parser("rolepool demo", demo.__doc__)
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
     options = parser.parse_intermixed_args(arguments)
 
@@ -179,36 +171,32 @@ def demo(arguments: list[str]) -> None:
     print(made.folder)
 
 
-def compare(arguments: list[str]) -> int | None:
+def compare(parser: Parser, arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
-    parser = Parser("rolepool compare", compare.__doc__)
+    usage = "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
+    parser.usage = usage + "[key=value...] -- standard split placement.strategy=split,key=value"
     words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
-    parser.usage = (
-        "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n"
-        "       rolepool compare --run RECIPE [key=value...] -- standard split placement.strategy=split,key=value"
-    )
     parser.add_argument("--run", metavar="RECIPE", help="first train this recipe with each placement")
     parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` next to the first run")
     parser.add_argument("--force", action="store_true", help="compare runs even if their work differs")
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_intermixed_args(arguments[:cut])
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
 
     from rich.console import Console
 
     from rolepool.report import compare as comparison
-    from rolepool.report.placements import run_placements
 
-    folders, words = options.words, arguments[cut + 1 :]
+    folders: Sequence[str | Path] = options.words
     failures: list[str] = []
     if options.run is not None:
-        folders, failures = run_placements(options.run, options.words, words, say=lambda line: print(line, flush=True))
+        say = partial(print, flush=True)
+        folders, failures = comparison.run_placements(options.run, options.words, placements, say)
         print_errors(failures)
-    if len(folders) < 2 or (words and options.run is None):
+    if len(folders) < 2 or (placements and options.run is None):
         raise ConfigError("compare: needs at least two runs; give their folders, or --run RECIPE -- PLACEMENTS")
     runs = comparison.read_runs(folders)
-    for name, run in runs.items():
-        _print_notes(f"{name}: {note}" for note in run.notes)
+    print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
@@ -216,14 +204,12 @@ def compare(arguments: list[str]) -> int | None:
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         written = comparison.write_comparison(runs, lines, output)
-    for path in written:
-        print(path)
+    print(*written, sep="\n")
     return EXIT_USER_ERROR if failures else None
 
 
-def plot(arguments: list[str]) -> None:
+def plot(parser: Parser, arguments: list[str]) -> None:
     """Plot the timings of console logs or run folders, and write all numbers as CSV."""
-    parser = Parser("rolepool plot", plot.__doc__)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
     parser.add_argument("--output-dir", metavar="DIR", default="plots", help="default: plots")
     options = parser.parse_intermixed_args(arguments)
@@ -232,29 +218,11 @@ def plot(arguments: list[str]) -> None:
 
     with explained(f"--output-dir {options.output_dir}: cannot be written", "name another folder"):
         written = plot_logs(options.logs, options.output_dir)
-    for file in written:
-        print(file)
+    print(*written, sep="\n")
 
 
-COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {
     command.__name__: command for command in (plan, config, train, watch, report, compare, plot, trace, export, demo)
 }
-
-
-def _read_run(program: str, summary: str | None, arguments: list[str], file_name: str) -> tuple[Run, Path]:
-    """The run that the arguments name, and the file to write."""
-    parser = Parser(program, summary)
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {file_name} in the run folder")
-    options = parser.parse_intermixed_args(arguments)
-
-    from rolepool.report.run import read_run
-
-    run = read_run(options.run)
-    _print_notes(run.notes)
-    return run, Path(options.output or run.folder / file_name)
-
-
-def _print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(note, file=sys.stderr)
+WORDS = {"plan": "FILE or key=value", "config": "KEY, FILE or key=value"}
+"""What the positional arguments are, for commands that load a config."""

@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line
@@ -30,17 +30,14 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
         return code or EXIT_SUCCESS
     except SystemExit as ended:  # argparse printed the help, or Ray was stopped while it started
         return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_SUCCESS
-    except RolepoolError as error:
-        print_errors(error.problems)
-        return EXIT_USER_ERROR
     except KeyboardInterrupt as interrupt:
         print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()
         return EXIT_SUCCESS
-    except OSError as error:
-        print_errors([one_line(error)])
+    except (RolepoolError, OSError) as error:
+        print_errors(error.problems if isinstance(error, RolepoolError) else [one_line(error)])
         return EXIT_USER_ERROR
 
 
@@ -49,9 +46,10 @@ def silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_errors(problems: Sequence[str]) -> None:
+def print_errors(problems: Iterable[str], label: str = "error: ") -> None:
+    """Print a line for each problem on standard error."""
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"{label}{problem}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

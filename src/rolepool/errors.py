@@ -1,10 +1,8 @@
 """The errors that a user can cause. Each prints as one line per problem, without a traceback.
 
-Owns the exception types and the wording of operating system errors. Our errors are picklable, so they can cross
-processes.
+Owns the exception types and the wording of operating system errors. These errors are picklable, so a worker can send
+them to the driver.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,22 +28,18 @@ class PlacementError(RolepoolError):
 
 
 class WorkerError(RolepoolError):
-    """A worker process failed or died. Says which one, and which method was called."""
+    """A worker process failed or died. The attributes say which one, and which method was called, if that is known."""
 
-    def __init__(
-        self,
-        problems: str | Iterable[str],
-        *,
-        pool: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        node: str | None = None,
-        pid: int | None = None,
-        method: str | None = None,
-    ) -> None:
+    pool: str | None = None
+    role: str | None = None
+    rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    method: str | None = None
+
+    def __init__(self, problems: str | Iterable[str], **where: str | int | None) -> None:
         super().__init__(problems)
-        self.pool, self.role, self.rank = pool, role, rank
-        self.node, self.pid, self.method = node, pid, method
+        vars(self).update(where)
 
 
 class DivergedError(RolepoolError):

@@ -1,7 +1,5 @@
 """Seeds that depend on what they are for and on nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 
 

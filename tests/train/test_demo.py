@@ -18,7 +18,7 @@ from train_helpers import small_keys
 
 from rolepool.data.demo import Demo
 from rolepool.metrics import Span
-from rolepool.metrics.analysis import Timeline, critical_path, lanes, step_bounds
+from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
 from rolepool.report.run import read_run
 from span_times import extent_s, overlap_s
 

@@ -15,9 +15,8 @@ from types import ModuleType
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import Span
+from rolepool.metrics.spans import Recorded, Span
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARK = "benchmarks/gpu/ppo_step.py"

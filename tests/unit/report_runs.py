@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rolepool.config import load_config
-from rolepool.metrics.analysis import Recorded
-from rolepool.metrics.spans import DRIVER, Span
+from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.placement import build_plan
-from rolepool.report.colors import in_step_order
+from rolepool.report.plots import in_step_order
 from rolepool.report.run import Run
 
 ACTOR, CRITIC = "actor_rollout_ref_pool", "critic_pool"

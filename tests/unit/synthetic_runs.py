@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rolepool.config import load_config
-from rolepool.metrics.analysis import Recorded
-from rolepool.metrics.run_folder import RunFolder, console_line
-from rolepool.metrics.spans import DRIVER, Span
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.placement.plan import Plan, build_plan
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together
@@ -181,7 +180,6 @@ def _row(
 
 def _write_row(run: RunFolder, step: int, row: dict[str, float]) -> None:
     run.add_metrics(step, row)
-    run.add_log(console_line(step, row))
 
 
 def _write_monitor(folder: Path, plan: Plan, steps: Mapping[int, Mapping[str, list[Span]]]) -> None:

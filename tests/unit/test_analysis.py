@@ -8,17 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rolepool.metrics.analysis import (
-    Link,
+from rolepool.metrics.spans import (
+    DRIVER,
+    RULE_POOL,
+    Interval,
     Recorded,
+    Span,
     Timeline,
-    Wait,
     critical_path,
     lanes,
     step_bounds,
     step_metrics,
 )
-from rolepool.metrics.spans import DRIVER, RULE_POOL, Span
 
 TICK_S = 0.125
 """Times of made-up schedules are multiples of it, so that sums of them are exact."""
@@ -80,50 +81,50 @@ def test_a_step_that_lost_its_generation_has_no_bounds_and_does_not_lengthen_the
 
 
 def test_waits_of_two_pools_are_those_worked_out_by_hand() -> None:
-    found = {(lane.pool, lane.rank): lane for lane in lanes(two_pools(), 110.0, 120.0)}
+    found = {(lane.pool, lane.rank): lane for lane in lanes(Timeline(two_pools()), 110.0, 120.0)}
     assert list(found) == [("a", 0), ("a", 1), ("b", 0), (DRIVER, 0)]
     busy = [(each.operation, each.span.start_s, each.span.end_s) for each in found["b", 0].spans]
     assert busy == [("update_critic", 110.0, 111.0), ("values", 114.5, 116.0), ("update_critic", 117.5, 120.0)]
-    until_update = [Wait("data", "b", "values", 115.0, 116.0), Wait("turn", DRIVER, "adv", 116.0, 117.0)]
+    until_update = [Interval("data", "b", "values", 115.0, 116.0), Interval("turn", DRIVER, "adv", 116.0, 117.0)]
     assert found["a", 0].waits == [
-        Wait("imbalance", "a", "gen", 113.0, 114.0),
+        Interval("imbalance", "a", "gen", 113.0, 114.0),
         *until_update,
     ]
     assert found["a", 1].waits == until_update
     assert found["b", 0].waits == [
-        Wait("data", "a", "gen", 111.0, 114.0),
-        Wait("turn", "", "", 114.0, 114.5),
-        Wait("turn", DRIVER, "adv", 116.0, 117.0),
-        Wait("turn", "", "", 117.0, 117.5),
+        Interval("data", "a", "gen", 111.0, 114.0),
+        Interval("turn", "", "", 114.0, 114.5),
+        Interval("turn", DRIVER, "adv", 116.0, 117.0),
+        Interval("turn", "", "", 117.0, 117.5),
     ]
-    assert found[DRIVER, 0].waits[-1] == Wait("nothing", "", "", 117.0, 120.0)
+    assert found[DRIVER, 0].waits[-1] == Interval("nothing", "", "", 117.0, 120.0)
 
 
 def test_a_wait_that_ends_after_the_step_is_explained_by_the_next_steps_calls() -> None:
-    (waiting,) = [lane for lane in lanes(two_pools(), 100.0, 110.0) if lane.pool == DRIVER]
-    assert waiting.waits[-1] == Wait("data", "a", "update_actor", 107.0, 110.0)
+    (waiting,) = [lane for lane in lanes(Timeline(two_pools()), 100.0, 110.0) if lane.pool == DRIVER]
+    assert waiting.waits[-1] == Interval("data", "a", "update_actor", 107.0, 110.0)
 
 
 def test_the_critical_path_is_the_one_worked_out_by_hand() -> None:
-    assert critical_path(two_pools(), 100.0, 110.0) == [
-        Link("a", "gen", 1, 100.0, 104.0, "work"),
-        Link("b", "values", 0, 104.0, 104.5, "hand-over"),
-        Link("b", "values", 0, 104.5, 106.0, "work"),
-        Link(DRIVER, "adv", 0, 106.0, 107.0, "work"),
-        Link("a", "update_actor", 0, 107.0, 110.0, "work"),
+    assert critical_path(Timeline(two_pools()), 100.0, 110.0) == [
+        Interval("work", "a", "gen", 100.0, 104.0),
+        Interval("hand-over", "b", "values", 104.0, 104.5),
+        Interval("work", "b", "values", 104.5, 106.0),
+        Interval("work", DRIVER, "adv", 106.0, 107.0),
+        Interval("work", "a", "update_actor", 107.0, 110.0),
     ]
 
 
 def test_the_last_steps_critical_path_ends_in_what_ended_last() -> None:
-    assert critical_path(two_pools(), 110.0, 121.0)[-2:] == [
-        Link("b", "update_critic", 0, 117.0, 117.5, "hand-over"),
-        Link("b", "update_critic", 0, 117.5, 121.0, "work"),
+    assert critical_path(Timeline(two_pools()), 110.0, 121.0)[-2:] == [
+        Interval("hand-over", "b", "update_critic", 117.0, 117.5),
+        Interval("work", "b", "update_critic", 117.5, 121.0),
     ]
 
 
 def test_metrics_of_two_pools_are_those_worked_out_by_hand() -> None:
     helpers = spans_of(2, "reward", RULE_POOL, [(110.0, 120.0)], 99)
-    metrics = step_metrics([*two_pools(), *helpers], 110.0, 120.0)
+    metrics = step_metrics(Timeline([*two_pools(), *helpers]), 110.0, 120.0)
     assert metrics.pop(f"pool/{RULE_POOL}/busy_fraction") == 1.0
     assert {name: value for name, value in metrics.items() if RULE_POOL not in name} == {
         "pool/a/busy_s": (7.0 + 8.0) / 2,
@@ -148,22 +149,22 @@ def test_a_driver_that_waits_inside_its_span_is_not_what_the_step_was_waiting_fo
         *spans_of(1, "testing", "a", [(1.0, 4.0)], 1, queued_s=1.0),
         *spans_of(1, "testing", "a", [(5.0, 9.0)], 2, queued_s=5.0),
     ]
-    assert critical_path(spans, 0.0, 10.0) == [
-        Link(DRIVER, "testing", 0, 0.0, 1.0, "work"),
-        Link("a", "testing", 0, 1.0, 4.0, "work"),
-        Link(DRIVER, "testing", 0, 4.0, 5.0, "work"),
-        Link("a", "testing", 0, 5.0, 9.0, "work"),
-        Link(DRIVER, "testing", 0, 9.0, 10.0, "work"),
+    assert critical_path(Timeline(spans), 0.0, 10.0) == [
+        Interval("work", DRIVER, "testing", 0.0, 1.0),
+        Interval("work", "a", "testing", 1.0, 4.0),
+        Interval("work", DRIVER, "testing", 4.0, 5.0),
+        Interval("work", "a", "testing", 5.0, 9.0),
+        Interval("work", DRIVER, "testing", 9.0, 10.0),
     ]
 
 
 def test_data_that_a_wrong_clock_says_came_after_the_start_still_counts_as_its_cause() -> None:
     spans = [*spans_of(1, "gen", "a", [(0.0, 5.25)], 1), *spans_of(1, "values", "b", [(5.0, 8.0)], 2, (1,))]
-    assert [(link.operation, link.start_s, link.end_s) for link in critical_path(spans, 0.0, 8.0)] == [
+    assert [(link.operation, link.start_s, link.end_s) for link in critical_path(Timeline(spans), 0.0, 8.0)] == [
         ("gen", 0.0, 5.25),
         ("values", 5.25, 8.0),
     ]
-    assert lanes(spans, 0.0, 8.0)[1].waits == [Wait("data", "a", "gen", 0.0, 5.0)]
+    assert lanes(Timeline(spans), 0.0, 8.0)[1].waits == [Interval("data", "a", "gen", 0.0, 5.0)]
 
 
 def test_a_resumed_run_which_numbers_its_calls_anew_is_explained_by_its_own_calls() -> None:
@@ -178,22 +179,22 @@ def test_a_resumed_run_which_numbers_its_calls_anew_is_explained_by_its_own_call
         )
         for recorded in two_pools()
     ]
-    path = critical_path([*two_pools(), *later], 600.0, 610.0)
+    path = critical_path(Timeline([*two_pools(), *later]), 600.0, 610.0)
     assert [(link.operation, link.kind) for link in path] == [
-        (link.operation, link.kind) for link in critical_path(two_pools(), 100.0, 110.0)
+        (link.operation, link.kind) for link in critical_path(Timeline(two_pools()), 100.0, 110.0)
     ]
 
 
 def test_spans_without_duration_that_name_each_other_do_not_hang_the_walk() -> None:
     spans = [*spans_of(1, "values", "a", [(5.0, 5.0)], 1, (2,)), *spans_of(1, "ref", "b", [(5.0, 5.0)], 2, (1,))]
-    assert sum(link.end_s - link.start_s for link in critical_path(spans, 0.0, 8.0)) == 8.0
+    assert sum(link.end_s - link.start_s for link in critical_path(Timeline(spans), 0.0, 8.0)) == 8.0
 
 
 def test_nothing_recorded_is_nothing_to_explain() -> None:
     assert step_bounds([]) == {}
-    assert lanes([], 0.0, 1.0) == []
-    assert critical_path([], 0.0, 1.0) == [Link("", "", 0, 0.0, 1.0, "hand-over")]
-    assert step_metrics([], 0.0, 1.0) == {"overlap/fraction": 0.0, "overlap/saved_s": 0.0}
+    assert lanes(Timeline([]), 0.0, 1.0) == []
+    assert critical_path(Timeline([]), 0.0, 1.0) == [Interval("hand-over", "", "", 0.0, 1.0)]
+    assert step_metrics(Timeline([]), 0.0, 1.0) == {"overlap/fraction": 0.0, "overlap/saved_s": 0.0}
 
 
 # Any schedule
@@ -316,7 +317,7 @@ def test_the_critical_path_fills_the_step_with_real_work_and_hand_overs(schedule
         assert all(link.start_s < link.end_s for link in path)
         for link in path:
             if link.kind == "work":
-                assert covered(schedule.spans, link.pool, link.operation, link.start_s, link.end_s, link.rank)
+                assert covered(schedule.spans, link.pool, link.operation, link.start_s, link.end_s)
         if schedule.longest_hand_over == 0 and (start_s, end_s) != windows(schedule)[-1]:
             assert {link.kind for link in path} == {"work"}
 

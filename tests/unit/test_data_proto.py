@@ -276,7 +276,7 @@ def test_concat_gathers_the_metrics_of_the_ranks_and_refuses_other_differences()
 
 
 def test_chunk_and_split_say_what_does_not_divide() -> None:
-    with pytest.raises(DataError, match=r"7 rows .* 2 equal chunks"):
+    with pytest.raises(DataError, match=r"7 rows .* 2 equal parts"):
         batch(7).chunk(2)
     with pytest.raises(DataError, match="parts of 0 rows"):
         batch(7).split(0)

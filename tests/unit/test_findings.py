@@ -9,11 +9,10 @@ from report_runs import ACTOR, CRITIC, make_run
 
 from rolepool.config import load_config
 from rolepool.config.schema import all_keys
-from rolepool.metrics.analysis import step_bounds
+from rolepool.metrics.spans import step_bounds
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.report.findings import Finding, find
+from rolepool.report.findings import Finding, by_step, find, replayed_step_s, summarise
 from rolepool.report.run import Run
-from rolepool.report.summary import by_step, replayed_step_s, summarise
 
 
 def findings_of(run: Run) -> list[Finding]:

@@ -12,7 +12,7 @@ import pytest
 
 from rolepool.command_line import run_program
 from rolepool.errors import Terminated
-from rolepool.report.placements import _wait_for
+from rolepool.report.compare import _wait_for
 from rolepool.trainer.loop import Interrupt
 
 

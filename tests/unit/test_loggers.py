@@ -11,8 +11,8 @@ import pytest
 
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
-from rolepool.metrics import loggers
-from rolepool.metrics.loggers import Loggers
+from rolepool.metrics import run_folder
+from rolepool.metrics.run_folder import Loggers
 from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
 
 
@@ -37,8 +37,8 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     def log(step: int, metrics: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setitem(loggers.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
+    monkeypatch.setattr(run_folder.importlib.util, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
     made.start(tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -50,7 +50,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_folder.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'rolepool\[wandb\]'"):
         Loggers(load_config([], ["trainer.logger=[console,wandb]"]).config)
 

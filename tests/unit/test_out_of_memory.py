@@ -77,12 +77,11 @@ def test_other_errors_are_not_taken_for_it() -> None:
 def test_the_lines_say_who_wanted_what_and_what_to_change() -> None:
     error = error_of(in_place_of_cuda)
     first, second = explain_out_of_memory("a rank", error, "cpu", ["a.b=2", "c.d=true"])
-    assert first.startswith("a rank is out of memory: it asked for 2.5 GiB, and ") and first.endswith(
-        " are free in host memory"
-    )
-    assert second == "try a.b=2 or c.d=true; more in docs/troubleshooting.md, under Memory"
+    assert first.startswith("a rank is out of memory: it asked for 2.5 GiB, and ")
+    assert first.endswith(" are free in host memory")
+    assert second == "try a.b=2 or c.d=true; more advice is in docs/troubleshooting.md, under Memory"
     unknown, no_advice = explain_out_of_memory("a rank", MemoryError(), "cpu", [])
-    assert "more memory wanted" in unknown
+    assert "it asked for more memory, and" in unknown
     assert no_advice == "advice is in docs/troubleshooting.md, under Memory"
 
 

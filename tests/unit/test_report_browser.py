@@ -13,7 +13,7 @@ import pytest
 from report_runs import make_long_run, make_run
 from test_report import HOSTILE, make_hostile
 
-from rolepool.report.html import page_data, render
+from rolepool.report.views import page_data, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]

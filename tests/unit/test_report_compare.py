@@ -12,10 +12,17 @@ import pytest
 from synthetic_runs import write_run
 
 from rolepool.errors import ConfigError
-from rolepool.report.compare import Line, as_table, check_same_work, compare, ratio_of_means, read_runs
-from rolepool.report.logs import read_logs
-from rolepool.report.placements import overrides_of, run_placements
-from rolepool.report.run import finite_values
+from rolepool.report.compare import (
+    Line,
+    as_table,
+    check_same_work,
+    compare,
+    overrides_of,
+    ratio_of_means,
+    read_runs,
+    run_placements,
+)
+from rolepool.report.run import finite_values, read_logs
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +74,8 @@ def test_few_steps_claim_nothing_and_a_zero_mean_has_no_ratio() -> None:
 def test_numbers_are_those_of_the_rows_without_warm_up(folders: list[Path]) -> None:
     lines = compare(read_runs(folders))
     for folder, num_dropped in zip(folders, (2, 1), strict=True):
-        (log,) = read_logs([folder])
-        values = finite_values(log.metrics, "timing_s/gen")[1][num_dropped:]
+        (metrics,) = read_logs([folder]).values()
+        values = list(finite_values(metrics, "timing_s/gen").values())[num_dropped:]
         line = line_of(lines, "timing_s/gen", folder.name)
         expected = (np.mean(values), np.median(values), np.quantile(values, 0.95))
         assert (line.mean, line.p50, line.p95) == pytest.approx(expected)

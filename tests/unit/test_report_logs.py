@@ -10,8 +10,7 @@ from synthetic_runs import write_run
 
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import console_line
-from rolepool.report.logs import parse_log, read_logs, split_into_runs
-from rolepool.report.run import finite_values
+from rolepool.report.run import finite_values, parse_log, read_logs
 
 
 def parse(text: str) -> list[dict[int, dict[str, float]]]:
@@ -51,10 +50,10 @@ def test_a_line_gives_its_numbers_and_no_others(line: str, expected: dict[str, f
 
 def test_not_a_number_is_kept_and_left_out_of_values(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("step:1 - a:nan - b:1\nstep:2 - a:np.float64(nan) - b:2\nstep:3 - a:3\n")
-    (log,) = read_logs([tmp_path / "a.log"])
-    assert math.isnan(log.metrics[1]["a"]) and math.isnan(log.metrics[2]["a"])
-    assert finite_values(log.metrics, "a") == ([3], [3.0])
-    assert finite_values(log.metrics, "b") == ([1, 2], [1.0, 2.0])
+    metrics = read_logs([tmp_path / "a.log"])["a"]
+    assert math.isnan(metrics[1]["a"]) and math.isnan(metrics[2]["a"])
+    assert finite_values(metrics, "a") == {3: 3.0}
+    assert finite_values(metrics, "b") == {1: 1.0, 2: 2.0}
 
 
 def test_our_own_line_is_read_back() -> None:
@@ -114,33 +113,25 @@ def test_a_run_begun_on_the_line_where_another_was_killed_is_seen() -> None:
     ]
 
 
-def test_rows_are_not_shared_with_whoever_gave_them() -> None:
-    row = {"a": 1.0}
-    runs = split_into_runs([(1, row), (1, {"val/b": 2.0})])
-    assert runs == [{1: {"a": 1.0, "val/b": 2.0}}] and row == {"a": 1.0}
-
-
 # Files and folders
 
 
 def test_a_run_folder_stands_for_its_metrics_and_without_them_for_its_log(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", num_steps=4)
-    (log,) = read_logs([folder])
+    metrics = read_logs([folder])["one"]
     (folder / "metrics.jsonl").unlink()
-    (rounded,) = read_logs([folder])
-    assert log.name == rounded.name == "one"
-    assert list(log.metrics) == list(rounded.metrics) == [0, 1, 2, 3, 4]
-    assert log.metrics[3].keys() == rounded.metrics[3].keys()
-    assert all(math.isclose(log.metrics[3][name], rounded.metrics[3][name], rel_tol=1e-5) for name in log.metrics[3])
-    assert log.metrics[3] != rounded.metrics[3]
+    rounded = read_logs([folder])["one"]
+    assert list(metrics) == list(rounded) == [0, 1, 2, 3, 4]
+    assert metrics[3].keys() == rounded[3].keys()
+    assert all(math.isclose(metrics[3][name], rounded[3][name], rel_tol=1e-5) for name in metrics[3])
+    assert metrics[3] != rounded[3]
 
 
 def test_lines_of_metrics_that_are_cut_off_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "a": 1}\n[2]\n{"a": 3}\n\n{"step": 2, "a": "x"}\n{"step": 3, "a"'
     )
-    (log,) = read_logs([tmp_path])
-    assert log.metrics == {1: {"a": 1.0}}
+    assert list(read_logs([tmp_path]).values()) == [{1: {"a": 1.0}}]
 
 
 def test_names_tell_runs_and_files_apart(tmp_path: Path) -> None:
@@ -148,8 +139,8 @@ def test_names_tell_runs_and_files_apart(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.log").write_text("step:1 - a:1\nstep:1 - a:2\n")
     (tmp_path / "y.log").write_text("step:1 - a:1\n")
-    names = [log.name for log in read_logs([tmp_path / "a" / "x.log", tmp_path / "b" / "x.log", tmp_path / "y.log"])]
-    assert len(set(names)) == 5
+    names = list(read_logs([tmp_path / "a" / "x.log", tmp_path / "b" / "x.log", tmp_path / "y.log"]))
+    assert len(names) == 5
     assert names[4] == "y" and names[0] == f"{tmp_path / 'a' / 'x.log'}, run 1"
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from synthetic_runs import write_run
 
-from rolepool.report.colors import OPERATION_COLORS, colors_for, in_step_order
-from rolepool.report.logs import read_logs
-from rolepool.report.plots import grouped_bars, mean_times, new_figure, plot_logs, style
+from rolepool.placement.roles import OPERATIONS
+from rolepool.report.plots import colors_for, grouped_bars, in_step_order, mean_times, new_figure, plot_logs, style
+from rolepool.report.run import read_logs
 
 VERL_LOG = """\
 (TaskRunner pid=7) Training Progress:   0%|          | 0/2 [00:00<?, ?it/s]
@@ -55,7 +55,9 @@ def test_the_csv_holds_the_parsed_numbers_exactly(tmp_path: Path) -> None:
     with (tmp_path / "out" / "timing_metrics.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     parsed = [
-        (log.name, step, row) for log in read_logs([folder, tmp_path / "verl.log"]) for step, row in log.metrics.items()
+        (name, step, row)
+        for name, metrics in read_logs([folder, tmp_path / "verl.log"]).items()
+        for step, row in metrics.items()
     ]
     assert len(lines) == len(parsed) == 4 + 2
     for line, (name, step, row) in zip(lines, parsed, strict=True):
@@ -72,7 +74,7 @@ def test_bars_are_as_high_as_the_means_and_labelled_with_the_ratio_to_the_first(
     logs = read_logs([tmp_path / "a.log", tmp_path / "b.log"])
     with style():
         axes = new_figure(3).subplots()
-        grouped_bars(axes, {log.name: mean_times(log) for log in logs})
+        grouped_bars(axes, {name: mean_times(metrics) for name, metrics in logs.items()})
     assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0, 5.0, 2.0]  # type: ignore[attr-defined]
     assert [text.get_text() for text in axes.texts] == ["×2.50", "×0.50"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]  # type: ignore[union-attr]
@@ -103,10 +105,10 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 
 
 def test_operations_have_colours_of_their_own() -> None:
-    assert len(set(OPERATION_COLORS.values())) == len(OPERATION_COLORS)
+    assert len({operation.color for operation in OPERATIONS.values()}) == len(OPERATIONS)
 
 
 def test_unknown_operations_come_last_and_have_a_colour_too() -> None:
     assert in_step_order(["zip", "update_actor", "gen", "archive"]) == ["gen", "update_actor", "archive", "zip"]
     colors = colors_for(["archive", "gen", "zip"])
-    assert colors["gen"] == OPERATION_COLORS["gen"] and colors["archive"] != colors["zip"]
+    assert colors["gen"] == OPERATIONS["gen"].color and colors["archive"] != colors["zip"]

@@ -11,9 +11,8 @@ import pytest
 
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import Span
+from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.report.run import read_run
 

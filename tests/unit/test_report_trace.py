@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from rolepool.metrics.analysis import Recorded
-from rolepool.metrics.spans import DRIVER, Span
+from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.report.run import Run
-from rolepool.report.trace import write_trace
+from rolepool.report.views import trace_pieces
 
 AT_S = 1.7e9
 Event = dict[str, Any]
@@ -39,9 +38,7 @@ SPANS = [
 
 def trace_of(path: Path, spans: list[Recorded]) -> list[Event]:
     run = Run(path, "run", {}, None, spans, {}, [], {})
-    write_trace(run, path / "trace.json")
-    assert [file.name for file in path.iterdir()] == ["trace.json"]
-    events: list[Event] = json.loads((path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    events: list[Event] = json.loads("".join(trace_pieces(run)))["traceEvents"]
     return events
 
 

@@ -29,10 +29,9 @@ def folder(tmp_path: Path) -> RunFolder:
         run.write(name, "{}")
     for step in (1, 2, 3, 4):
         run.add_metrics(step, {"reward": step})
-        run.add_log(f"step:{step} - reward:{step}")
     for step in (2, 4):
         run.add_samples(step, [])
-        (run.checkpoints / f"step_{step:06d}").mkdir(parents=True)
+        (run.path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     return run
 
 
@@ -101,7 +100,7 @@ def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(
     assert (folder.path / "train.log").read_text() == "step:1 - reward:1\nstep:2 - reward:2\n"
     for kind in ("checkpoints", "validation"):
         assert (len(names_in(folder.path / kind)), len(names_in(aside / kind))) == (1, 1)
-    assert names_in(folder.checkpoints) == ["step_000002"]
+    assert names_in(folder.path / "checkpoints") == ["step_000002"]
     assert list(read_run(aside).metrics) == [3, 4]
     assert folder.begin(after_step=2) is None
     assert names_in(folder.path / "earlier") == ["1"]

@@ -143,8 +143,8 @@ class Monitors:
             self._actors[node_id] = actor_class.remote(addresses[node_id], there, roles)
 
     def take(self) -> list[dict[str, Any]]:
-        """The samples of all monitors since the last call, with times of the driver's clock. They are asked at most once
-        in each interval."""
+        """The samples of all monitors since the last call, with times of the driver's clock. They are asked once in
+        an interval at most."""
         if time.monotonic() < self._due_s:
             return []
         self._due_s = time.monotonic() + INTERVAL_S

@@ -1,57 +1,40 @@
-"""The run folder: everything that a run writes, so that every number can be traced back.
+"""What a run writes: the run folder, and the loggers of `trainer.logger` (TensorBoard, Weights & Biases, MLflow).
 
-Owns the names of its files and how they are written (complete files are replaced atomically, rows are appended), the
-lock that keeps a second run out, moving an earlier run aside, and how a row and a curve look as one line of text.
+Owns the names of the folder's files and how they are written (complete files are replaced atomically, rows are
+appended), the lock that keeps a second run out, moving an earlier run aside, and how a row of metrics and a curve look
+as one line of text.
 """
 
-from __future__ import annotations
-
 import fcntl
+import importlib.util
 import json
 import logging
 import os
-import re
-import shutil
-import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from rolepool.config import Config
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
-from rolepool.metrics.analysis import Recorded
+from rolepool.metrics.spans import Recorded
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = (
-    "config.yaml",
-    "metrics.jsonl",
-    "spans.jsonl",
-    "monitor.jsonl",
-    "train.log",
-    "report.html",
-    "tensorboard",
-    "validation",
-    "checkpoints",
-    "trace.json",
-    "plan.json",
-)
-"""All that a run writes. plan.json marks the folder as a run: it is written first and moved aside last."""
+RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
+RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "plan.json")
+"""All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunFolder:
-    """A folder with `RUN_FILES` in it. Other files in it are left alone."""
+    """A folder with `RUN_FILES` in it. Other files in it are not touched."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -63,31 +46,28 @@ class RunFolder:
             tempfile.TemporaryFile(dir=self.path).close()  # an old lock can be opened even if no file can be created
             lock = file.open("a+", encoding="utf-8")
         with lock:
-            if not self._lock(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # If the previous run removed the file after it was opened here, the file has no link any more.
+                is_ours = os.fstat(lock.fileno()).st_nlink > 0
+            except BlockingIOError:
+                is_ours = False
+            except OSError as error:  # some network file systems have no locks
+                logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
+                is_ours = True
+            if not is_ours:
                 lock.seek(0)
-                raise ConfigError(
-                    f"{key}: another run is writing there ({lock.read()}); wait until it ends, or name another folder"
-                )
+                what = f"another run is writing there ({lock.read()}); wait until it ends, or name another folder"
+                raise ConfigError(f"{key}: {what}")
             try:
                 with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
-                    lock.truncate(0)
-                    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-                    lock.flush()
+                    file.write_text(f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8")
                 yield
             finally:
                 file.unlink(missing_ok=True)
                 if is_new:
                     with suppress(OSError):  # not empty: the run has started
                         self.path.rmdir()
-
-    def _lock(self, lock: TextIO) -> bool:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked (%s): do not start another run in it", self.path, error.strerror)
-        return os.fstat(lock.fileno()).st_nlink > 0  # 0: the previous run removed the file after we opened it
 
     @property
     def holds_a_run(self) -> bool:
@@ -97,20 +77,22 @@ class RunFolder:
         """Raise ConfigError if the folder has files with the names of `RUN_FILES` that no run wrote."""
         names = ", ".join(path.name for path in self._existing_files())
         if names and not self.holds_a_run:
-            raise ConfigError(
-                f"trainer.default_local_dir={self.path}: the run would overwrite {names}, which no run wrote (there is "
-                "no plan.json); name a new folder, and let a shell write its output somewhere else"
-            )
+            what = f"the run would overwrite {names}, which no run wrote (there is no plan.json)"
+            fix = "name a new folder, and let a shell write its output somewhere else"
+            raise ConfigError(f"trainer.default_local_dir={self.path}: {what}; {fix}")
 
     def begin(self, after_step: int | None) -> Path | None:
-        """Move aside what a run that resumes after a step will write again; None moves the whole earlier run.
+        """Move what a run that resumes after this step will write again to `earlier/N`; None moves the whole run.
 
         Returns the folder it was moved to, or None if there was nothing to move.
         """
-        earlier = self.path / "earlier"
-        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdecimal()]
-        aside = earlier / str(max(numbers, default=0) + 1)
-        for path in self._existing_files() if after_step is None else self._files_after(after_step):
+        numbers = [int(path.name) for path in self.path.glob("earlier/*") if path.name.isdecimal()]
+        aside = self.path / "earlier" / str(max(numbers, default=0) + 1)
+        moved = self._existing_files()
+        if after_step is not None:
+            numbered = [*self.path.glob("checkpoints/step_*"), *self.path.glob("validation/step_*")]
+            moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
+        for path in moved:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
@@ -120,7 +102,7 @@ class RunFolder:
             return None
         for path in (self.path / "config.yaml", self.path / "plan.json"):  # exist only if the run resumes
             if path.exists():
-                shutil.copy2(path, aside)
+                (aside / path.name).write_bytes(path.read_bytes())
         return aside
 
     def write(self, name: str, text: str) -> None:
@@ -128,6 +110,7 @@ class RunFolder:
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
+        self._append("train.log", [console_line(step, metrics)])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
         lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
@@ -142,16 +125,8 @@ class RunFolder:
         """What the monitors measured on GPUs and processes."""
         self._append("monitor.jsonl", map(json.dumps, samples))
 
-    def add_log(self, line: str) -> None:
-        self._append("train.log", [line])
-
     def _existing_files(self) -> list[Path]:
         return [path for path in (self.path / name for name in RUN_FILES) if path.exists()]
-
-    def _files_after(self, step: int) -> list[Path]:
-        """Checkpoints and validation samples of later steps."""
-        files = [*self.checkpoints.glob("step_*"), *(self.path / "validation").glob("step_*")]
-        return [file for file in files if (number := re.fullmatch(r"step_(\d+)", file.stem)) and int(number[1]) > step]
 
     def _move_rows_after(self, step: int, aside: Path) -> None:
         for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
@@ -189,7 +164,85 @@ def _step_of(line: bytes) -> int:
     """The step of a line. A line that a crash or a full disk made unreadable counts as later than all steps."""
     try:
         text = line.decode()
-        logged = re.match(r"step:(\d+) ", text)
-        return int(logged[1] if logged else json.loads(text)["step"])
+        return int(text[5:].split(" ")[0] if text.startswith("step:") else json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):
         return 2**63
+
+
+# Loggers. Each library is needed only if `trainer.logger` names it. A logger is a function that writes a row of
+# metrics, and one that ends it.
+
+Log = Callable[[int, Mapping[str, float]], None]
+Close = Callable[[], None]
+
+
+class Loggers:
+    """All loggers of a run. They write after `start`. If one fails, there is one warning and training continues."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._names = [name for name in config.trainer.logger if name in MAKERS]
+        self._loggers: dict[str, tuple[Log, Close]] = {}
+        if missing := [name for name in self._names if importlib.util.find_spec(name) is None]:
+            what = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or leave it out"
+            raise ConfigError(what.format(name) for name in missing)
+
+    def start(self, folder: Path) -> None:
+        for name in self._names:
+            with self._removed_if_it_fails(name):
+                self._loggers[name] = MAKERS[name](self._config, folder)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, (log, _) in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                log(step, metrics)
+
+    def close(self) -> None:
+        for name, (_, close) in list(self._loggers.items()):
+            with self._removed_if_it_fails(name):
+                close()
+
+    @contextmanager
+    def _removed_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # no logger may stop training
+            logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
+            self._loggers.pop(name, None)
+
+
+def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
+    from tensorboard.summary import Writer
+
+    writer: Any = Writer(str(folder / "tensorboard"))
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log, writer.close
+
+
+def _wandb(config: Config, folder: Path) -> tuple[Log, Close]:
+    import wandb
+
+    names = {"project": config.trainer.project_name, "name": config.trainer.experiment_name}
+    run: Any = wandb.init(**names, dir=str(folder), config=config.model_dump(mode="json"))
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+
+
+def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
+    import mlflow
+
+    mlflow.set_experiment(config.trainer.project_name)
+    mlflow.start_run(run_name=config.trainer.experiment_name)
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        # MLflow does not allow "@" in names.
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    return log, mlflow.end_run
+
+
+MAKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

@@ -1,11 +1,10 @@
-"""Samples of a node, one per second: what its GPUs and our processes on it use, from NVML and psutil."""
-
-from __future__ import annotations
+"""Samples of a node, one per second: what its GPUs and this run's processes on it use, from NVML and psutil."""
 
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
 
@@ -46,7 +45,7 @@ class Sample(TypedDict):
 
 
 class Watched(NamedTuple):
-    """A process of ours on the node, and the index of its GPU."""
+    """A process of this run on the node, and the index of its GPU."""
 
     pid: int
     pool: str
@@ -55,9 +54,12 @@ class Watched(NamedTuple):
 
 
 class NodeMonitor:
-    """Takes samples of its node in a thread and keeps them until `take`. Its node may not see the run folder."""
+    """Takes samples of its node in a thread and keeps them until `take`. Its node may not see the run folder.
 
-    def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, Sequence[str]]) -> None:
+    `roles` are the names of the roles of each pool.
+    """
+
+    def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
         self._node = node
         self._roles = roles
         self._processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
@@ -65,13 +67,13 @@ class NodeMonitor:
         if indices:
             pynvml.nvmlInit()
         self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         for process in self._processes.values():
             process.cpu_percent()  # the next call measures from here
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take(self) -> list[Sample]:
-        """The samples since the last call."""
+    def take(self) -> list[dict[str, Any]]:
+        """The samples since the last call, each with the fields of `Sample`."""
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def _run(self) -> None:
@@ -81,39 +83,21 @@ class NodeMonitor:
             time.sleep(max(0.0, due_s - time.monotonic()))
             self._samples.append(self.sample())
 
-    def sample(self) -> Sample:
-        return {
-            "time_s": time.time(),
-            "node": self._node,
-            "gpus": [self._gpu(index, handle) for index, handle in self._gpus.items()],
-            "processes": [row for one in self._processes if (row := self._process(one)) is not None],
-        }
-
-    def _gpu(self, index: int, handle: Any) -> GpuSample:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return {
-            "index": index,
-            "utilization": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_bytes": int(memory.used),
-            "memory_total_bytes": int(memory.total),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "pools": sorted({one.pool for one in self._processes if one.gpu == index}),
-        }
-
-    def _process(self, one: Watched) -> ProcessSample | None:
-        """None if the process has ended."""
-        try:
-            cpu_percent, memory = self._processes[one].cpu_percent(), self._processes[one].memory_info().rss
-        except psutil.Error:
-            return None
-        return {
-            "pid": one.pid,
-            "pool": one.pool,
-            "rank": one.rank,
-            "roles": list(self._roles.get(one.pool, ())),
-            "cpu_percent": cpu_percent,
-            "memory_bytes": memory,
-        }
+    def sample(self) -> dict[str, Any]:
+        """What the GPUs use now, and the processes that are still running."""
+        gpus, processes = [], []
+        for index, handle in self._gpus.items():
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            sizes = {"memory_bytes": int(memory.used), "memory_total_bytes": int(memory.total)}
+            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            pools = sorted({one.pool for one in self._processes if one.gpu == index})
+            gpus.append({"index": index, "utilization": utilization, **sizes, "power_w": power_w, "pools": pools})
+        for (pid, pool, rank, _), process in self._processes.items():
+            with suppress(psutil.Error):  # the process has ended
+                used = {"cpu_percent": process.cpu_percent(), "memory_bytes": process.memory_info().rss}
+                processes.append({"pid": pid, "pool": pool, "rank": rank, "roles": self._roles[pool], **used})
+        return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
 
 
 def pool_use(sample: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

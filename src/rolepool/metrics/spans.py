@@ -1,18 +1,29 @@
-"""Spans: what one process did, and from when to when.
+"""Spans: what one process did, and from when to when. From them: where the time of a step went.
 
 Every timing that anybody sees is computed from spans. Times are seconds since the epoch on the driver's clock; times
-of other nodes are converted to it before they are written.
+of other nodes are converted to it before they are written. Spans are explained after the fact, from three rules: a
+rank runs its calls one after another; a call starts after the calls whose results are its inputs; a call starts after
+the driver has queued it. The only operation known by name is generation, because a step begins with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
 
 from rolepool.placement.pools import DRIVER as DRIVER
 from rolepool.placement.pools import RULE_POOL as RULE_POOL
+
+NONE = -1
+"""The position of a span that does not exist."""
+
+BETWEEN_STEPS = ("testing", "save_checkpoint")
+"""Operations that start after a step has ended."""
 
 
 class Span(NamedTuple):
@@ -59,3 +70,244 @@ def driver_span(method: str, call: int, after: tuple[int, ...] = ()) -> Iterator
     ended: list[Span] = []
     yield lambda: ended[0]
     ended.append(Span(DRIVER, "trainer", 0, method, start_s, start_s, time.time(), node=DRIVER, call=call, after=after))
+
+
+class Recorded(NamedTuple):
+    """A line of `spans.jsonl`: a span with its step and operation."""
+
+    step: int
+    operation: str
+    span: Span
+
+
+class Interval(NamedTuple):
+    """A piece of time, of one `kind`, and the pool and operation that explain it ("" if there is none).
+
+    On the critical path: "work" of that pool, or the "hand-over" from the end of a cause to the start of its effect.
+    On a rank that is idle, why it waits. "imbalance": for the slowest rank of its own call; "data": for data that the
+    pool is computing; "turn": the data is ready, but the driver or the hand-over takes time; "nothing": no call comes.
+    """
+
+    kind: Literal["work", "hand-over", "imbalance", "data", "turn", "nothing"]
+    pool: str
+    operation: str
+    start_s: float
+    end_s: float
+
+
+class Lane(NamedTuple):
+    """What a rank did in a time window. Its spans (clipped to the window) and waits fill the window without a gap."""
+
+    pool: str
+    rank: int
+    spans: list[Recorded]
+    waits: list[Interval]
+
+
+class Timeline(list[Recorded]):
+    """Spans in the order of their starts, with an index. Build it once to ask the functions below about many steps.
+
+    A span is named by its position in the list. Include the steps before and after the one you ask about, because
+    calls of the next step explain what a rank waits for at the end of a step.
+    """
+
+    def __init__(self, spans: Iterable[Recorded]) -> None:
+        super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
+        of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._previous: list[int] = []
+        """Position of the previous span of the same rank, for each span."""
+        calls: list[tuple[int, str, int, str]] = []
+        slowest: dict[tuple[int, str, int, str], int] = {}  # position of the span that ended last, for each call
+        for position, (step, operation, span) in enumerate(self):
+            before = of_rank[span.pool, span.rank]
+            self._previous.append(before[-1] if before else NONE)
+            before.append(position)
+            call = (span.call, span.pool, step, operation)  # a resumed run numbers its calls from 0 again
+            calls.append(call)
+            if call not in slowest or span.end_s > self[slowest[call]].span.end_s:
+                slowest[call] = position
+        self.call_ends_s = [self[slowest[call]].span.end_s for call in calls]
+        """When the slowest rank of the same call ended, for each span."""
+        self.of_rank = dict(sorted(of_rank.items()))
+        """Positions of the spans of each pool and rank."""
+        self.starts_of_rank = {rank: [self[at].span.start_s for at in of_rank[rank]] for rank in self.of_rank}
+        self._numbered: dict[int, list[int]] = defaultdict(list)
+        """Positions of the slowest spans by call number; after a resume, several calls have the same number."""
+        for (number, pool, _, _), position in slowest.items():
+            if pool != DRIVER:
+                self._numbered[number].append(position)
+
+    def inputs_of(self, position: int) -> Iterator[int]:
+        """For each call whose result was an input of a span: the position of that call's slowest span."""
+        span = self[position].span
+        for call in span.after:
+            for slowest in reversed(self._numbered.get(call, ())):
+                if self[slowest].span.start_s <= span.end_s:
+                    yield slowest
+                    break
+
+    def causes(self, position: int, time_s: float, until_s: float) -> Iterator[Interval]:
+        """The chain of causes of a span's state at `time_s`, latest first, back to `until_s`."""
+        seen: set[tuple[int, float]] = set()
+        while time_s > until_s:
+            _, operation, span = self[position]
+            began_s, cause, cause_s = self._cause(position, time_s)
+            if (cause, cause_s) in seen:  # spans without duration that name each other
+                cause, cause_s = NONE, until_s
+            seen.add((cause, cause_s))
+            if began_s < time_s:
+                yield Interval("work", span.pool, operation, max(began_s, until_s), time_s)
+            if cause_s < began_s and until_s < began_s:
+                yield Interval("hand-over", span.pool, operation, max(cause_s, until_s), began_s)
+            if cause == NONE:
+                return
+            position, time_s = cause, cause_s
+
+    def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
+        """When a span that was running at `time_s` started to work, and the position and time of what it waited for."""
+        span = self[position].span
+        cause, cause_s = NONE, float("-inf")
+        for slowest in self.inputs_of(position):
+            given = self[slowest].span
+            given_s = min(given.end_s, time_s)
+            # The driver waits inside its spans, so it has only the results of calls that have ended. A worker has all
+            # its inputs when it starts: an input that ends later is a difference between two clocks.
+            has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
+            if has_it and given_s > cause_s:
+                cause, cause_s = slowest, given_s
+        if cause_s >= span.start_s:
+            return cause_s, cause, cause_s
+        others = [(self._previous[position], span.start_s)]
+        if span.pool != DRIVER:
+            queued_s = min(span.queued_s, span.start_s)
+            index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
+            others.append((self.of_rank[DRIVER, 0][index] if index >= 0 else NONE, queued_s))
+        for other, latest_s in others:
+            if other != NONE and min(self[other].span.end_s, latest_s) > cause_s:
+                cause, cause_s = other, min(self[other].span.end_s, latest_s)
+        return span.start_s, cause, cause_s
+
+
+def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
+    """`timing_s/NAME` of each operation: the time of each call's slowest rank, summed over calls. Time that the driver
+    waited is not included."""
+    slowest_s: dict[tuple[str, int], float] = defaultdict(float)
+    for _, operation, span in spans:
+        slowest_s[operation, span.call] = max(slowest_s[operation, span.call], span.duration_s)
+    times: dict[str, float] = defaultdict(float)
+    for (operation, _), seconds in slowest_s.items():
+        times[f"timing_s/{operation}"] += seconds
+    return dict(times)
+
+
+def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
+    """Start and end of each step. A step starts with its generation. It ends when the next generation starts; if it is
+    the last step, or a validation or save follows, it ends with its last span."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    paused: set[int] = set()
+    for step, operation, span in spans:
+        if operation in BETWEEN_STEPS:
+            paused.add(step)
+            continue
+        ends[step] = max(ends.get(step, span.end_s), span.end_s)
+        if operation == "gen":
+            starts[step] = min(starts.get(step, span.start_s), span.start_s)
+    following = {step: start_s for step, start_s in starts.items() if step - 1 not in paused}
+    return {step: (starts[step], following.get(step + 1, ends[step])) for step in sorted(starts)}
+
+
+def lanes(timeline: Timeline, start_s: float, end_s: float) -> list[Lane]:
+    """What each rank, and the driver, did and waited for in a time window; sorted by pool and rank."""
+    found = []
+    for (pool, rank), positions in timeline.of_rank.items():
+        found.append(lane := Lane(pool, rank, [], []))
+        starts = timeline.starts_of_rank[pool, rank]
+        first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
+        previous, filled_s = NONE, start_s
+        for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
+            position = positions[index] if index < len(positions) else NONE
+            begin_s = starts[index] if index < last else end_s
+            if begin_s > filled_s and previous != NONE:
+                call_end_s = min(timeline.call_ends_s[previous], begin_s)
+                if call_end_s > filled_s:
+                    lane.waits.append(Interval("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
+                    filled_s = call_end_s
+            if begin_s > filled_s:
+                lane.waits.extend(_explain(timeline, position, filled_s, begin_s))
+                filled_s = begin_s
+            if index < last and (recorded := timeline[position]).span.end_s > filled_s:
+                span = recorded.span
+                if span.start_s < filled_s or span.end_s > end_s:
+                    span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
+                    recorded = recorded._replace(span=span)
+                lane.spans.append(recorded)
+                filled_s = span.end_s
+            previous = position
+        lane.waits.sort(key=lambda wait: wait.start_s)
+    return found
+
+
+def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -> Iterator[Interval]:
+    """What a rank waited for until its next span, latest first."""
+    if following == NONE:
+        yield Interval("nothing", "", "", start_s, end_s)
+        return
+    for cause in timeline.causes(following, timeline[following].span.start_s, start_s):
+        if cause.start_s < end_s:
+            who = ("", "") if cause.kind == "hand-over" else (cause.pool, cause.operation)
+            kind: Literal["turn", "data"] = "turn" if who[0] in ("", DRIVER) else "data"
+            yield Interval(kind, *who, cause.start_s, min(cause.end_s, end_s))
+
+
+def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Interval]:
+    """The chain of causes from `start_s` to `end_s`, without a gap, earliest first.
+
+    A step ends when the next generation starts, so the chain leads to that start. After the last step it leads to the
+    span that ended last.
+    """
+    last, last_s = NONE, start_s
+    for rank, positions in timeline.of_rank.items():
+        index = bisect_left(timeline.starts_of_rank[rank], end_s)
+        if index < len(positions):
+            _, operation, span = timeline[positions[index]]
+            if operation == "gen" and span.start_s == end_s:
+                last, last_s = positions[index], end_s
+                break
+        if index > 0 and (ended_s := min(timeline[positions[index - 1]].span.end_s, end_s)) > last_s:
+            last, last_s = positions[index - 1], ended_s
+    path = [] if last == NONE else list(timeline.causes(last, last_s, start_s))
+    if last_s < end_s:
+        path.insert(0, Interval("hand-over", "", "", last_s, end_s))
+    return path[::-1]
+
+
+def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, float]:
+    """`pool/NAME/*`, means over the pool's ranks, and `overlap/*`: the time saved by pools that work simultaneously."""
+    metrics: dict[str, float] = {}
+    changes: list[tuple[float, int, str]] = []
+    wall_s = end_s - start_s
+    workers = [lane for lane in lanes(timeline, start_s, end_s) if lane.pool != DRIVER]
+    for pool, group in groupby(workers, key=lambda lane: lane.pool):
+        ranks = list(group)
+        done = [recorded.span for lane in ranks for recorded in lane.spans]
+        waits = [wait for lane in ranks for wait in lane.waits if wait.kind in ("data", "turn")]
+        busy_s = sum(span.duration_s for span in done) / len(ranks)
+        metrics[f"pool/{pool}/busy_s"] = busy_s
+        metrics[f"pool/{pool}/idle_s"] = wall_s - busy_s
+        metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
+        metrics[f"pool/{pool}/wait_s"] = sum(wait.end_s - wait.start_s for wait in waits) / len(ranks)
+        metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
+        if pool != RULE_POOL:
+            changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
+    overlap_s = saved_s = 0.0
+    num_busy_ranks: dict[str, int] = defaultdict(int)
+    for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
+        num_busy_ranks[pool] += change
+        num_busy_pools = sum(num_busy > 0 for num_busy in num_busy_ranks.values())
+        if num_busy_pools >= 2:
+            overlap_s += next_s - time_s
+            saved_s += (next_s - time_s) * (num_busy_pools - 1)
+    metrics["overlap/fraction"] = overlap_s / wall_s if wall_s else 0.0
+    metrics["overlap/saved_s"] = saved_s
+    return metrics

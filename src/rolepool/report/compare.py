@@ -1,16 +1,21 @@
 """Comparing runs of the same work: what took how long, and which differences are significant.
 
-Owns the comparison as numbers, table, picture and page. Every number comes from the metrics and spans of the runs.
+Owns the comparison as numbers, table, picture and page (every number comes from the metrics and spans of the runs), and
+training one recipe with several placements, one after another, each in its own process.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -18,39 +23,26 @@ from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from rolepool.config import load_config
 from rolepool.config.loading import show
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
-from rolepool.metrics.analysis import lanes, step_bounds
-from rolepool.metrics.spans import DRIVER
-from rolepool.report.colors import DARK, colors_for, in_step_order
-from rolepool.report.logs import distinct_names
-from rolepool.report.plots import grouped_bars, new_figure, save, style
-from rolepool.report.run import TIMING, Run, finite_values, metric_names, points, read_run, timed_operations, value_at
+from rolepool.metrics.spans import DRIVER, Timeline, lanes, step_bounds
+from rolepool.placement.checks import find_problems
+from rolepool.placement.plan import build_plan
+from rolepool.report import plots
+from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WORK_KEYS = (
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.override_config",
-    "critic.model.path",
-    "reward_model.enable",
-    "reward_model.model.path",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "actor_rollout_ref.rollout.n",
-    "algorithm.adv_estimator",
-    "algorithm.use_kl_in_reward",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.ppo_epochs",
-    "critic.ppo_mini_batch_size",
-    "critic.ppo_epochs",
-)
-"""The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
+WORK_KEYS = {
+    "actor_rollout_ref.model": ("path", "override_config"),
+    "critic": ("model.path", "ppo_mini_batch_size", "ppo_epochs"),
+    "reward_model": ("enable", "model.path"),
+    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
+    "actor_rollout_ref.rollout": ("n",),
+    "actor_rollout_ref.actor": ("use_kl_loss", "ppo_mini_batch_size", "ppo_epochs"),
+    "algorithm": ("adv_estimator", "use_kl_in_reward"),
+}
+"""The keys that define the work of a step, by section. Other keys, such as placement and micro-batches, may differ."""
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
@@ -59,21 +51,20 @@ MIN_STEPS = 5
 LETTER_WIDTH = 0.0075
 """Width of a letter in a bar, as a fraction of the time axis."""
 
-T = TypeVar("T")
+TABLE_WIDTH = 200
+"""Wide enough that every column fits, whatever the terminal."""
+
+NUM_LINES_SHOWN = 10
+"""Lines from the end of a failed run's output that are reported."""
 
 
 class Ratio(NamedTuple):
-    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval."""
+    """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval (NaN for too few steps)."""
 
     value: float
     low: float
     high: float
-
-    @property
-    def verdict(self) -> str:
-        if np.isnan(self.low):
-            return "too few steps"
-        return "less" if self.high < 1 else "more" if self.low > 1 else "within noise"
+    verdict: str
 
 
 class Line(NamedTuple):
@@ -86,29 +77,16 @@ class Line(NamedTuple):
     p95: float | None = None
     ratio: Ratio | None = None
 
-    def cells(self) -> list[str]:
-        numbers = ["" if number is None else f"{number:.4g}" for number in (self.mean, self.p50, self.p95)]
-        if self.ratio is None:
-            return [self.measure, self.run, *numbers, "", "", ""]
-        value, low, high = self.ratio
-        interval = "" if np.isnan(low) else f"{low:.3f} to {high:.3f}"
-        return [self.measure, self.run, *numbers, f"{value:.3f}", interval, self.ratio.verdict]
-
-
-TABLE_WIDTH = 200
-"""Wide enough that no column is cut, whatever the terminal."""
-COLUMNS = ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference")
-
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
     """The runs by distinct names, in the given order."""
-    return dict(zip(distinct_names([Path(folder) for folder in folders]), map(read_run, folders), strict=True))
+    return dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
 
 
 def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
-    for key in WORK_KEYS:
+    for key in (f"{section}.{name}" for section, names in WORK_KEYS.items() for name in names):
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
@@ -136,45 +114,22 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     return lines
 
 
-def ratio_of_means(first: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio | None:
+def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
     """Mean of `other` divided by mean of `first`, with a bootstrap interval; None if `first` has mean 0."""
     one, two = np.asarray(first), np.asarray(other)
     if not one.mean():
         return None
     value = float(two.mean() / one.mean())
     if min(len(one), len(two)) < MIN_STEPS:
-        return Ratio(value, np.nan, np.nan)
-    generator = np.random.default_rng(seed)
+        return Ratio(value, np.nan, np.nan, "too few steps")
+    generator = np.random.default_rng(0)
     ones, twos = (steps[generator.integers(len(steps), size=(NUM_RESAMPLES, len(steps)))] for steps in (one, two))
     low, high = np.quantile(twos.mean(axis=1) / ones.mean(axis=1), [0.025, 0.975])
-    return Ratio(value, float(low), float(high))
+    return Ratio(value, float(low), float(high), "less" if high < 1 else "more" if low > 1 else "within noise")
 
 
-def as_table(lines: Sequence[Line]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
-    before = ""
-    for line in lines:
-        measure, run, *rest = line.cells()
-        table.add_row("" if measure == before else escape_markup(measure), escape_markup(run), *rest)
-        before = measure
-    return table
-
-
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with style():
-        files = save(_picture(runs, lines), folder / "comparison", "png", "svg")
-    return [*files, write_atomically(folder / "comparison.html", [_page(lines, files[1].read_text(encoding="utf-8"))])]
-
-
-# Numbers
-
-
-def _after_warm_up(steps: list[T]) -> list[T]:
-    """Leave out the warm-up: the first 10% of the steps, at least one and at most ten."""
+def _after_warm_up(steps: list[Any]) -> list[Any]:
+    """Skip the warm-up: the first 10% of the steps, at least one and at most ten."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
@@ -183,73 +138,95 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
     if not run.metrics:
         raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
     steps = dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
-    names = [f"{TIMING}{name}" for name in ("step", *timed_operations(steps))]
+    names = [f"{TIMING}{name}" for name in ("step", *plots.timed_operations(steps))]
     names += ["perf/throughput", *sorted(name for name in metric_names(steps) if name.startswith("overlap/"))]
     names += sorted(name for name in metric_names(steps) if name.endswith("/busy_fraction"))
-    return {name: values for name in names if (values := finite_values(steps, name)[1])}
+    return {name: [*values.values()] for name in names if (values := finite_values(steps, name))}
 
 
 def _run_measures(run: Run) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
     measures: dict[str, float] = {}
-    if scores := [value for _, value in points(run.metrics, "critic/score/mean")]:
+    if scores := [*finite_values(run.metrics, "critic/score/mean").values()]:
         measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
         if values := [value for name, value in row.items() if name.startswith("val-core/")]:
             measures["val-core (last)"] = fmean(values)
-    memory = [name for name in metric_names(run.metrics) if name.endswith(("memory_allocated_gb", "/peak_memory_gb"))]
-    for name in sorted(memory):
-        measures[f"{name} (most)"] = max(value for _, value in points(run.metrics, name))
+    for name in sorted(metric_names(run.metrics)):
+        if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
+            measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values(), default=np.nan)
     return measures
 
 
-# The picture and the page
+# The table, the picture and the page
 
 
-def _picture(runs: Mapping[str, Run], lines: Sequence[Line]) -> Figure:
-    """A typical step of each run, above the mean times of its operations."""
+def as_table(lines: Sequence[Line]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
+        table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
+    for measure, group in groupby(lines, key=lambda line: line.measure):
+        for number, (_, run, mean, p50, p95, ratio) in enumerate(group):
+            cells = ["" if value is None else f"{value:.4g}" for value in (mean, p50, p95)]
+            if ratio is not None:
+                interval = "" if np.isnan(ratio.low) else f"{ratio.low:.3f} to {ratio.high:.3f}"
+                cells += [f"{ratio.value:.3f}", interval, ratio.verdict]
+            table.add_row("" if number else escape_markup(measure), escape_markup(run), *cells)
+    return table
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files.
+
+    The picture shows a typical step of each run, above the mean times of its operations.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     means: dict[str, dict[str, float]] = {name: {} for name in runs}
     for line in lines:
         if line.measure.startswith(TIMING):
-            means[line.run][line.measure[len(TIMING) :]] = line.mean
+            means[line.run][line.measure.removeprefix(TIMING)] = line.mean
     num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
     heights_in = [0.6 + 0.26 * num_lanes, 3.0]
-    figure = new_figure(sum(heights_in))
-    above, below = figure.subplots(2, 1, height_ratios=heights_in)
-    _timeline(above, runs)
-    grouped_bars(below, means)
-    return figure
+    with plots.style():
+        figure = plots.new_figure(sum(heights_in))
+        above, below = figure.subplots(2, 1, height_ratios=heights_in)
+        _timeline(above, runs)
+        plots.grouped_bars(below, means)
+        files = plots.save(figure, folder / "comparison", "png", "svg")
+    svg = files[1].read_text(encoding="utf-8")
+    console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
+    console.print(as_table(lines))
+    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
+    text = page.render(title=" and ".join(runs), svg=svg[svg.index("<svg") :], table=console.export_text())
+    return [*files, write_atomically(folder / "comparison.html", [text])]
 
 
-def _typical_step(run: Run) -> tuple[int, float, float]:
-    """The step with the median duration, its start and its end."""
-    steps = _after_warm_up([(step, start_s, end_s) for step, (start_s, end_s) in step_bounds(run.spans).items()])
-    by_duration = sorted(steps, key=lambda step: step[2] - step[1])
-    return by_duration[len(by_duration) // 2]
-
-
-def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step of each run, on a common time axis."""
+def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
+    """The first rank of each pool in a typical step (with the median duration) of each run, on a common time axis."""
     places = count()
     ticks: dict[int, str] = {}
-    typical = {name: _typical_step(run) for name, run in runs.items() if step_bounds(run.spans)}
+    typical: dict[str, tuple[int, float, float]] = {}
+    for name, run in runs.items():
+        steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
+        if steps:
+            typical[name] = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
     longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
     for name, (step, start_s, end_s) in typical.items():
         heading = next(places)
         axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
-        for lane in lanes(runs[name].spans, start_s, end_s):
+        for lane in lanes(Timeline(runs[name].spans), start_s, end_s):
             if lane.pool == DRIVER or lane.rank > 0:
                 continue
             place = next(places)
             ticks[place] = lane.pool
             axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
-            colors = colors_for(in_step_order({recorded.operation for recorded in lane.spans}))
+            colors = plots.colors_for(plots.in_step_order({recorded.operation for recorded in lane.spans}))
             for operation, group in groupby(lane.spans, key=lambda recorded: recorded.operation):
                 bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
                 axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
                 left, right = bars[0][0], sum(bars[-1])
                 if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
-                    ink = "white" if colors[operation] in DARK else "black"
+                    ink = "white" if colors[operation] in plots.DARK else "black"
                     axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
         axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
@@ -260,9 +237,76 @@ def _timeline(axes: Axes, runs: Mapping[str, Run]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _page(lines: Sequence[Line], svg: str) -> str:
-    console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
-    console.print(as_table(lines))
-    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
-    title = " and ".join(dict.fromkeys(line.run for line in lines))
-    return page.render(title=title, svg=svg[svg.index("<svg") :], table=console.export_text())
+# Training with several placements
+
+
+def overrides_of(word: str) -> list[str]:
+    """`split` is a strategy; `placement.strategy=split,placement.split.share=0.5` is a list of overrides."""
+    return re.split(r",(?=[A-Za-z_][\w.-]*=)", word) if "=" in word else [f"placement.strategy={word}"]
+
+
+def run_placements(
+    recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[Path], list[str]]:
+    """Train with each placement. Returns the folders of the runs that succeeded, and why the others failed."""
+    placements = {re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word) for word in words}
+    if len(words) < 2 or len(placements) < len(words):
+        raise ConfigError("compare --run: give at least two placements after `--`, such as `-- standard split`")
+    _check_placements(recipe, overrides, placements)
+    # A new folder each time, so that runs are never mixed.
+    name = f"compare_{Path(recipe).stem}"
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    home = next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
+    home.mkdir(parents=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, _terminate)
+    folders, failures = [], []
+    for name, placement in placements.items():
+        folder, log = home / name, home / f"{name}.log"
+        keys = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=disable"]
+        say(f"training with {name}; its output is in {log}")
+        with log.open("w", encoding="utf-8") as output:
+            command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
+            code = _wait_for(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0))
+        if code == 0:
+            folders.append(folder)
+        else:
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LINES_SHOWN:]
+            failures.append("\n".join([f"{name}: training ended with code {code}; the end of {log}:", *last]))
+    return folders, failures
+
+
+def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping[str, list[str]]) -> None:
+    """Raise ConfigError before the first run starts if one of the placements cannot run."""
+    problems: list[str] = []
+    for name, placement in placements.items():
+        try:
+            config = load_config([recipe], [*overrides, *placement]).config
+            found = find_problems(config, build_plan(config))
+        except RolepoolError as error:
+            found = list(error.problems)
+        problems += [f"{recipe} with {name}: {problem}" for problem in found]
+    if problems:
+        raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
+
+
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """The child's exit code. Passes every Ctrl-C on to the child, and raises it here after the child has ended.
+
+    The child is in its own process group, so it does not receive Ctrl-C from the terminal as well.
+    """
+    interrupted: type[KeyboardInterrupt] | None = None
+    while child.returncode is None:
+        try:
+            child.wait()
+        except KeyboardInterrupt as interrupt:
+            interrupted = type(interrupt)
+            child.send_signal(signal.SIGINT)
+    if interrupted is not None:
+        raise interrupted("the training run has ended too")
+    return child.returncode
+
+
+def _terminate(*signal_and_frame: object) -> None:
+    raise Terminated

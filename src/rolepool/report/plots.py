@@ -1,40 +1,63 @@
-"""Plots of console logs and run folders, and their numbers as CSV.
+"""How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
 
-Owns how figures look. matplotlib is imported only when a figure is made; its global state is not used.
+One colour for each operation and kind of waiting, in every plot and on every page. The colours of operations and series
+are those of Okabe and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib and
+numpy are imported only when a figure is made; matplotlib's global state is not used.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rolepool.files import atomic_path
-from rolepool.report.colors import SERIES_COLORS, colors_for, in_step_order
-from rolepool.report.logs import Log, read_logs
-from rolepool.report.run import TIMING, finite_values, metric_names, timed_operations
+from rolepool.placement.roles import OPERATIONS
+from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 
-WIDTH_IN = 9.0
+SERIES_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
+"""Colours of other lines (runs, pools, GPUs), used in this order and then repeated."""
+DARK = {"#009E73", "#0072B2", "#D55E00", "#000000", "#595959", "#8C8C8C"}
+"""Colours on which white text is easier to read than black text."""
+
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
 """Patterns that tell runs apart if colours already tell operations apart."""
 
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
-CSV_NAME = "timing_metrics.csv"
-PERFORMANCE = {
+UNITS = {
     "perf/throughput": "tokens/s per process",
     "perf/time_per_step": "s",
     "perf/total_num_tokens": "tokens per step",
 }
+"""The metrics of the plot `throughput`."""
+
+
+def in_step_order(operations: Iterable[str]) -> list[str]:
+    """Known operations in the order of a step, which is also the order of legends; then the others by name."""
+    order = {name: place for place, name in enumerate(OPERATIONS)}
+    return sorted(operations, key=lambda name: (order.get(name, len(order)), name))
+
+
+def colors_for(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name: the operation's own colour, or the next of `SERIES_COLORS`."""
+    others = cycle(SERIES_COLORS)
+    return {name: OPERATIONS[name].color if name in OPERATIONS else next(others) for name in names}
+
+
+def timed_operations(metrics: MetricsByStep) -> list[str]:
+    """The operations that have a time in some step, in the order of a step; without `step` itself."""
+    names = [name.removeprefix(TIMING) for name in metric_names(metrics) if name.startswith(TIMING)]
+    return in_step_order(name for name in names if name != "step")
 
 
 def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]:
@@ -42,47 +65,43 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     logs = read_logs(paths)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    keys = sorted({key for log in logs for key in metric_names(log.metrics)})
+    keys = sorted({key for metrics in logs.values() for key in metric_names(metrics)})
     operations = in_step_order(key.removeprefix(TIMING) for key in keys if key.startswith(TIMING))
     timings = [f"{TIMING}{operation}" for operation in operations]
     tokens = [key for key in keys if key.startswith("timing_per_token_ms/")]
     memory = [key for key in keys if key == "perf/max_memory_allocated_gb" or key.endswith("/peak_memory_gb")]
-    written = [folder / CSV_NAME]
-    write_csv(written[0], logs, keys)
+    written = [folder / "timing_metrics.csv"]
+    # One line for each step. A cell is empty if the step does not have that number.
+    with atomic_path(written[0]) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "step", *keys])
+        for name, metrics in logs.items():
+            writer.writerows([name, step, *(row.get(key, "") for key in keys)] for step, row in metrics.items())
     with style():
-        figures: dict[str, Figure | None] = {
+        figures = {
             "time_per_step": _stacked(logs) if timings else None,
             "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
             "time_per_token": _small_multiples(logs, dict.fromkeys(tokens, "ms per token")),
-            "throughput": _small_multiples(logs, PERFORMANCE),
+            "throughput": _small_multiples(logs, UNITS),
             "memory": _small_multiples(logs, dict.fromkeys(memory, "GB")),
         }
         if timings and len(logs) > 1:
             figures["comparison"] = comparison = new_figure(3.6)
-            grouped_bars(comparison.subplots(), {log.name: mean_times(log) for log in logs})
+            grouped_bars(comparison.subplots(), {name: mean_times(metrics) for name, metrics in logs.items()})
         for name, figure in figures.items():
             if figure is not None:
                 written += save(figure, folder / name, "png")
     return written
 
 
-def write_csv(path: Path, logs: Sequence[Log], keys: Sequence[str]) -> None:
-    """One line for each step; a cell is empty if the step does not have that number."""
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", "step", *keys])
-        for log in logs:
-            writer.writerows([log.name, step, *(row.get(key, "") for key in keys)] for step, row in log.metrics.items())
-
-
-def mean_times(log: Log) -> dict[str, float]:
+def mean_times(metrics: MetricsByStep) -> dict[str, float]:
     """Mean seconds of each operation, and of the step, over the steps that have a time of it."""
-    names = ("step", *timed_operations(log.metrics))
-    times = {name: finite_values(log.metrics, f"{TIMING}{name}")[1] for name in names}
-    return {name: float(np.mean(values)) for name, values in times.items() if values}
+    names = ("step", *timed_operations(metrics))
+    times = {name: finite_values(metrics, f"{TIMING}{name}") for name in names}
+    return {name: fmean(values.values()) for name, values in times.items() if values}
 
 
-# The look of all figures
+# All figures
 
 
 def style() -> AbstractContextManager[None]:
@@ -95,34 +114,44 @@ def style() -> AbstractContextManager[None]:
 def new_figure(height_in: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return Figure(figsize=(9.0, height_in), layout="constrained")
 
 
 def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     """Write the figure in each format, as `path` with that ending. Returns the files."""
     files = [path.parent / f"{path.name}.{ending}" for ending in formats]
     for file in files:
-        metadata = {"Date": None} if file.suffix == ".svg" else None
         with atomic_path(file) as temporary:
+            metadata = {"Date": None} if file.suffix == ".svg" else None
             figure.savefig(temporary, dpi=150, facecolor="white", metadata=metadata)
     return files
 
 
-# Figures
+def _operations(names: set[str]) -> list[str]:
+    """Operations that are not part of another one, in the order of a step."""
+    return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
 
 
-def _stacked(logs: Sequence[Log]) -> Figure:
+def _step_axis(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+# Each figure
+
+
+def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
     """Stacked times of operations over steps, with the step's own time as a line; a panel for each log."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+    import numpy as np
 
     figure = new_figure(1.0 + 2.4 * len(logs))
-    shown: set[str] = set()
     panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
-    operations = _operations({name for log in logs for name in mean_times(log)} - {"step"})
+    operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
     colors = colors_for(operations)
-    for axes, log in zip(panels, logs, strict=True):
-        rows = {step: row for step, row in log.metrics.items() if f"{TIMING}step" in row} or log.metrics
+    for axes, (log, metrics) in zip(panels, logs.items(), strict=True):
+        rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
         steps = np.array(list(rows), dtype=float)
         middles = (steps[1:] + steps[:-1]) / 2
         edges = np.array([steps[0] - 0.5, *middles, steps[-1] + 0.5])
@@ -130,28 +159,27 @@ def _stacked(logs: Sequence[Log]) -> Figure:
         for name in operations:
             heights = np.nan_to_num([row.get(f"{TIMING}{name}", 0.0) for row in rows.values()])
             if heights.any():
-                axes.stairs(below + heights, edges, baseline=below, fill=True, color=colors[name])
-                shown.add(name)
+                axes.stairs(below + heights, edges, baseline=below, fill=True, color=colors[name], label=name)
             below = below + heights
         whole = np.array([row.get(f"{TIMING}step", np.nan) for row in rows.values()])
-        axes.stairs(whole, edges, baseline=None, color="black", linewidth=1.2)
+        axes.stairs(whole, edges, baseline=None, color="black", linewidth=1.2, label="step")
         total = float(np.nansum(whole))
-        note = f": operations add up to {below.sum() / total:.0%} of the step times" if total else ""
-        axes.set_title(log.name + note)
+        axes.set_title(log + (f": operations add up to {below.sum() / total:.0%} of the step times" if total else ""))
         axes.set_ylabel("time per step (s)")
         axes.margins(x=0)
         _step_axis(axes)
-    handles = [Patch(color=colors[name], label=name) for name in reversed(operations) if name in shown]
-    figure.legend(handles=[Line2D([], [], color="black", label="step"), *handles], loc="outside right upper")
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = [name for name in ("step", *reversed(operations)) if name in shown]
+    figure.legend([shown[name] for name in names], names, loc="outside right upper")
     note = "Stack above the line: operations overlapped, or ran outside the step (such as validation)."
     figure.supxlabel(note, fontsize=8, color="#595959")
     return figure
 
 
-def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | None:
+def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure | None:
     """A panel for each key that has numbers, with a line for each log."""
-    lines = {key: [finite_values(log.metrics, key) for log in logs] for key in units}
-    keys = [key for key in units if any(steps for steps, _ in lines[key])]
+    lines = {key: [finite_values(metrics, key) for metrics in logs.values()] for key in units}
+    keys = [key for key in units if any(lines[key])]
     if not keys:
         return None
     num_columns = min(3, len(keys))
@@ -159,9 +187,9 @@ def _small_multiples(logs: Sequence[Log], units: Mapping[str, str]) -> Figure | 
     figure = new_figure(0.6 + 1.9 * num_rows)
     panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     for axes, key in zip(panels, keys, strict=False):
-        for index, (log, (steps, values)) in enumerate(zip(logs, lines[key], strict=True)):
-            color = SERIES_COLORS[index % len(SERIES_COLORS)]
-            axes.plot(steps, values, color=color, linewidth=1.4, marker="." if len(steps) < 40 else "", label=log.name)
+        for color, log, found in zip(cycle(SERIES_COLORS), logs, lines[key], strict=False):
+            marker = "." if len(found) < 40 else ""
+            axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=log)
         axes.set_title(key if len(key) < 36 else "/\n".join(key.rsplit("/", 1)))  # a longer title would not fit
         axes.set_ylabel(units[key])
         axes.set_ylim(min(0, axes.get_ylim()[0]), axes.get_ylim()[1] * 1.05)
@@ -194,21 +222,8 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
             ratios = [f"×{means[name] / first[name]:.2f}" if first.get(name) else "" for name in names]
             axes.bar_label(bars, ratios, fontsize=7, rotation=90 if len(times) > 2 else 0)
         handles.append(Patch(facecolor="#8C8C8C", label=run, **look))
-    labels = ["_\n".join(name.rsplit("_", 1)) for name in operations]
-    axes.set_xticks(range(len(operations)), labels, fontsize=8)
+    axes.set_xticks(range(len(operations)), ["_\n".join(name.rsplit("_", 1)) for name in operations], fontsize=8)
     axes.set_ylabel("mean time (s)")
     axes.margins(x=0.02, y=0.12)
     axes.grid(axis="y")
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times), handlelength=2.4)
-
-
-def _operations(names: set[str]) -> list[str]:
-    """Operations that are not part of another one, in the order of a step."""
-    return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
-
-
-def _step_axis(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

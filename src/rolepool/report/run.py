@@ -1,15 +1,15 @@
-"""Reading a run folder.
+"""Reading what runs wrote: run folders, and console logs of rolepool or of other programs.
 
-Owns how its files are read. Lines that a killed run or a full disk left unreadable are skipped and counted; so is a
-whole file that cannot be read.
+Owns how the files of a run folder are read, and the parsing of console lines `step:N - key:value - key:value ...`.
+Lines that a killed run or a full disk left unreadable are skipped and counted; so is a whole file that cannot be read.
 """
-
-from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -17,16 +17,14 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.sampling import Sample
-from rolepool.metrics.spans import Span
+from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan
-from rolepool.report.colors import in_step_order
 
 T = TypeVar("T")
 
 TIMING = "timing_s/"
-"""The name of an operation's time begins with it."""
+"""The metric of an operation's time is this prefix and the operation's name."""
 
 MetricsByStep = dict[int, dict[str, float]]
 """The metrics of each step by name, in the order of steps."""
@@ -65,7 +63,7 @@ def read_run(folder: str | Path) -> Run:
     return Run(
         folder=folder,
         name=folder.resolve().name,
-        config=_read_file(folder / "config.yaml", _read_config, skipped) or {},
+        config=_read_file(folder / "config.yaml", read_config, skipped) or {},
         plan=_read_file(folder / "plan.json", Plan.model_validate_json, skipped),
         spans=_read_lines(folder / "spans.jsonl", read_span, skipped),
         metrics=dict(sorted(metrics.items())),
@@ -74,26 +72,14 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
-def points(metrics: MetricsByStep, name: str) -> list[tuple[float, float]]:
-    """Step and value for each step that has this metric."""
-    return [(step, row[name]) for step, row in metrics.items() if name in row]
-
-
-def finite_values(metrics: MetricsByStep, name: str) -> tuple[list[float], list[float]]:
-    """The steps that have a finite value of this metric, and these values."""
-    found = [(step, value) for step, value in points(metrics, name) if math.isfinite(value)]
-    return [step for step, _ in found], [value for _, value in found]
+def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
+    """The value of this metric for each step that has a finite one."""
+    return {step: row[name] for step, row in metrics.items() if math.isfinite(row.get(name, math.nan))}
 
 
 def metric_names(metrics: MetricsByStep) -> list[str]:
     """All names of metrics, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in metrics.values() for name in row))
-
-
-def timed_operations(metrics: MetricsByStep) -> list[str]:
-    """The operations that have a time in some step, in the order of a step; without `step` itself."""
-    names = [name.removeprefix(TIMING) for name in metric_names(metrics) if name.startswith(TIMING)]
-    return in_step_order(name for name in names if name != "step")
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:
@@ -151,11 +137,9 @@ class JsonLines(Generic[T]):
                     return
                 self._offset += len(line)
                 try:
-                    found = self._read(line)
+                    yield self._read(line)
                 except ValueError:
                     self.num_unreadable += 1
-                else:
-                    yield found
 
 
 # One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.
@@ -164,11 +148,11 @@ _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
-_Sample = TypeAdapter(Sample)
 _Config = TypeAdapter(dict[str, Any])
+read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
 
 
-def _read_config(text: bytes) -> dict[str, Any]:
+def read_config(text: bytes) -> dict[str, Any]:
     return _Config.validate_python(yaml.safe_load(text))
 
 
@@ -188,5 +172,68 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]]:
     return int(step), row
 
 
-def read_sample(line: bytes) -> Sample:
-    return _Sample.validate_json(line, strict=True)
+# Console logs
+
+COLOR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEP = re.compile(r"(?<![\w/-])step:(\d+) - ")
+NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+# A plain number, or one as numpy and torch print it: np.float64(1.5), tensor(1.5, device='cuda:0'). Output of another
+# process may follow on the same line.
+FIELD = re.compile(rf"(?P<key>\S+?):\s*(?:[\w.]+\(\s*(?P<wrapped>{NUMBER})[^)]*\)|(?P<bare>{NUMBER}))(?:\s.*)?", re.I)
+ADDED_LATER = ("val-core/", "val-aux/", "val/", "timing_s/testing", "timing_s/save_checkpoint")
+"""Metrics that a validation or a save adds to a step that already has its line."""
+
+
+def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
+    """The metrics of all runs of all logs, by distinct names. A run folder counts as a log; its metrics.jsonl is
+    preferred to its train.log, which has rounded numbers. Raises ConfigError for a log without a run."""
+    logs: dict[str, MetricsByStep] = {}
+    for path, name in zip(map(Path, paths), distinct_names(paths), strict=True):
+        if (path / "metrics.jsonl").is_file():
+            runs = [read_run(path).metrics]
+        else:
+            file = path / "train.log" if path.is_dir() else path
+            fix = "give a console log or a run folder"
+            with explained(f"{file}: cannot be read", fix), file.open(encoding="utf-8", errors="replace") as lines:
+                runs = parse_log(lines)
+        if not any(runs):
+            raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give the console log of a run")
+        for number, run in enumerate(runs, 1):
+            logs[name if len(runs) == 1 else f"{name}, run {number}"] = run
+    return logs
+
+
+def distinct_names(paths: Sequence[str | Path]) -> list[str]:
+    """A name for each path: its last part, or the full path if several have the same last part; paths that are the same
+    get numbers."""
+    last = [Path(path).absolute().name.removesuffix(".log") for path in paths]
+    names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
+    """The runs in the lines of a console log. A new run begins when the step number does not increase, with two
+    exceptions: what a validation or a save adds to a step belongs to that step, and a repeated line counts once."""
+    runs: list[MetricsByStep] = []
+    last = math.inf
+    # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
+    for step, row in (row for part in lines for line in part.splitlines() for row in _parse_line(line)):
+        is_addition = all(name.startswith(ADDED_LATER) for name in row)
+        if step > last:
+            runs[-1][step] = row
+        elif step == last and is_addition and not runs[-1][step].keys() & row.keys():
+            runs[-1][step].update(row)
+        elif step < last or str(runs[-1][step]) != str(row):  # compared as text because NaN is not equal to itself
+            runs.append({step: row})
+        last = step
+    return runs
+
+
+def _parse_line(line: str) -> Iterator[tuple[int, dict[str, float]]]:
+    """The rows in a line: usually none or one; two if a killed run left its line without an end."""
+    _, *found = STEP.split(COLOR_CODE.sub("", line))
+    for step, text in zip(found[::2], found[1::2], strict=True):
+        fields = (FIELD.fullmatch(part.strip()) for part in text.split(" - "))
+        row = {field["key"]: float(field["wrapped"] or field["bare"]) for field in fields if field}
+        if row:
+            yield int(step), row

@@ -4,15 +4,11 @@ Reads only what was added to the files of the run folder, and only the end of lo
 when the step ends, so the view shows the last recorded operation of each rank, with its step.
 """
 
-from __future__ import annotations
-
 import contextlib
-import math
-import statistics
 import time
-from collections import defaultdict, deque
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 import yaml
 from rich.console import Console, Group
@@ -21,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rolepool.errors import ConfigError
-from rolepool.metrics.analysis import Recorded
 from rolepool.metrics.run_folder import sparkline
 from rolepool.metrics.sampling import pool_use
-from rolepool.report.colors import colors_for
-from rolepool.report.run import JsonLines, read_row, read_sample, read_span, value_at
+from rolepool.metrics.spans import Recorded
+from rolepool.report.plots import colors_for
+from rolepool.report.run import JsonLines, MetricsByStep, finite_values, read_config, read_row, read_sample, read_span
+from rolepool.report.run import value_at as value_at
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
@@ -54,92 +51,85 @@ class WatchedRun:
     """A run folder and what was read from it so far."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = folder.resolve().name
+        self._folder = folder
         try:
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            self._config = read_config((folder / "config.yaml").read_bytes())
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{folder}: has no readable config.yaml; give the folder of a run") from error
-        num_steps = value_at(config, "trainer.total_training_steps")
-        self.num_steps: int | None = num_steps if isinstance(num_steps, int) else None
-        self.validates_only = value_at(config, "trainer.val_only") is True
-        self.has_validated = False
-        self._metrics = JsonLines(folder / "metrics.jsonl", read_row)
-        self._spans = JsonLines(folder / "spans.jsonl", read_span, LAST_BYTES)
-        self._monitor = JsonLines(folder / "monitor.jsonl", read_sample, LAST_BYTES)
-        self.rewards: dict[int, float] = {}
-        self.step_times: dict[int, float] = {}
-        self.busy: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LAST_STEPS))
-        self.utilization: dict[str, str] = {}
-        self.last_spans: dict[tuple[str, int], Recorded] = {}
+        self._new_rows = JsonLines(folder / "metrics.jsonl", read_row)
+        self._new_spans = JsonLines(folder / "spans.jsonl", read_span, LAST_BYTES)
+        self._new_samples = JsonLines(folder / "monitor.jsonl", read_sample, LAST_BYTES)
+        self._metrics: MetricsByStep = {}
+        self._utilization: dict[str, str] = {}
+        self._last_spans: dict[tuple[str, int], Recorded] = {}
         """The last span of each rank."""
         self.update()
 
     def update(self) -> None:
         """Read what was added."""
-        for step, row in self._metrics.read_new():
-            if "timing_s/step" in row:
-                self.step_times[step] = row["timing_s/step"]
-            if "critic/score/mean" in row:
-                self.rewards[step] = row["critic/score/mean"]
-            if math.isfinite(num_steps := row.get("training/num_steps", math.nan)):
-                self.num_steps = int(num_steps)
-            self.has_validated |= "timing_s/testing" in row
-            for name, fraction in row.items():
-                if name.endswith("/busy_fraction"):
-                    self.busy[name.removeprefix("pool/").removesuffix("/busy_fraction")].append(fraction)
-        for recorded in self._spans.read_new():
+        for step, row in self._new_rows.read_new():
+            self._metrics.setdefault(step, {}).update(row)
+        for recorded in self._new_spans.read_new():
             rank = (recorded.span.pool, recorded.span.rank)
-            if rank not in self.last_spans or recorded.span.end_s >= self.last_spans[rank].span.end_s:
-                self.last_spans[rank] = recorded
-        for sample in self._monitor.read_new():
+            if rank not in self._last_spans or recorded.span.end_s >= self._last_spans[rank].span.end_s:
+                self._last_spans[rank] = recorded
+        for sample in self._new_samples.read_new():
             for pool, (percent, gib) in pool_use(sample).items():
-                self.utilization[pool] = f"{percent:.0f}%, {gib:.1f} GiB"
+                self._utilization[pool] = f"{percent:.0f}%, {gib:.1f} GiB"
+
+    def _values(self, name: str) -> list[float]:
+        return list(finite_values(self._metrics, name).values())
 
     @property
     def step(self) -> int:
-        return max(self.step_times, default=0)
+        """The last step that has ended."""
+        return max((step for step, row in self._metrics.items() if "timing_s/step" in row), default=0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
+        if rows := self._values("training/num_steps"):
+            return int(rows[-1])
+        from_config = value_at(self._config, "trainer.total_training_steps")
+        return from_config if isinstance(from_config, int) else None
 
     @property
     def is_finished(self) -> bool:
-        if self.validates_only:
-            return self.has_validated
+        if value_at(self._config, "trainer.val_only") is True:
+            return any("timing_s/testing" in row for row in self._metrics.values())
         return self.num_steps is not None and self.step >= self.num_steps
 
     def frame(self) -> Group:
         """What to show now."""
-        rewards = [reward for reward in self.rewards.values() if math.isfinite(reward)]
-        curve = "no reward yet"
-        if rewards:
-            curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
-        return Group(Text(self._headline(), style="bold"), self._table(), Text(curve))
-
-    def _headline(self) -> str:
-        last = list(self.step_times.values())[-10:]
-        words = [f"{self.name}: step {self.step}" + (f" of {self.num_steps}" if self.num_steps is not None else "")]
+        last = self._values("timing_s/step")[-10:]
+        of_steps = f" of {self.num_steps}" if self.num_steps is not None else ""
+        words = [f"{self._folder.resolve().name}: step {self.step}{of_steps}"]
         if last:
             words.append(f"{last[-1]:.3g} s per step")
         if last and self.num_steps is not None and not self.is_finished:
-            left_s = round((self.num_steps - self.step) * statistics.fmean(last))
-            words.append(f"about {timedelta(seconds=left_s)} left")
-        files = [lines.path for lines in (self._metrics, self._spans, self._monitor)]
-        silent_s = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+            words.append(f"about {timedelta(seconds=round((self.num_steps - self.step) * fmean(last)))} left")
+        written_s = max((file.stat().st_mtime for file in self._folder.glob("*.jsonl")), default=time.time())
+        silent_s = time.time() - written_s
         if self.is_finished:
             words.append("finished")
         elif silent_s > max(SILENT_S, *last, 0):
             words.append(f"nothing written for {silent_s:.0f} s")
-        return ", ".join(words)
+        curve = "no reward yet"
+        if rewards := self._values("critic/score/mean"):
+            curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+        return Group(Text(", ".join(words), style="bold"), self._table(), Text(curve))
 
     def _table(self) -> Table:
         """A line for each rank with its last operation. What concerns the pool is only in the pool's first line."""
         columns = ("pool", "rank", "busy", "utilization", "last operation", "step", "took")
         table = Table(*columns, box=None, padding=(0, 1, 0, 0))
-        colors = colors_for({recorded.operation for recorded in self.last_spans.values()})
-        for pool in sorted({pool for pool, _ in self.last_spans}):
-            ranks = sorted(rank for name, rank in self.last_spans if name == pool)
-            busy = f"{statistics.fmean(self.busy[pool]):.0%}" if self.busy[pool] else ""
-            pool_cells = [pool, busy, self.utilization.get(pool, "")]
+        colors = colors_for({recorded.operation for recorded in self._last_spans.values()})
+        for pool in sorted({pool for pool, _ in self._last_spans}):
+            ranks = sorted(rank for name, rank in self._last_spans if name == pool)
+            busy = self._values(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
+            pool_cells = [pool, f"{fmean(busy):.0%}" if busy else "", self._utilization.get(pool, "")]
             for rank in ranks[:MAX_RANKS]:
-                step, operation, span = self.last_spans[pool, rank]
+                step, operation, span = self._last_spans[pool, rank]
                 name, fraction, used = map(Text, pool_cells)
                 last = Text(operation, style=colors[operation])
                 table.add_row(name, str(rank), fraction, used, last, str(step), f"{span.duration_s:.3g} s")

@@ -21,11 +21,9 @@ from rolepool.cluster import Cluster, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
-from rolepool.metrics.analysis import Recorded
-from rolepool.metrics.loggers import Loggers
-from rolepool.metrics.run_folder import RunFolder, console_line
+from rolepool.metrics.run_folder import Loggers, RunFolder
 from rolepool.metrics.sampling import pool_utilization
-from rolepool.metrics.spans import driver_span
+from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint.folders import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
@@ -127,7 +125,7 @@ class Trainer:
                 self.loader.load_state_dict(position.data)
                 self.estimator.kl_controller.load_state_dict(position.kl_controller)
                 self.start_step = position.step
-            goes_on_here = saved is not None and saved.resolve().parent == self.folder.checkpoints.resolve()
+            goes_on_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
             if not goes_on_here:
                 self.folder.check_is_ours()
                 self._check_validates_alone(saved)
@@ -275,7 +273,6 @@ class Trainer:
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.add_metrics(step, metrics)
-        self.folder.add_log(console_line(step, metrics))
         self.loggers.log(step, metrics)
         self.observer.on_row(step, metrics)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolepool.metrics.analysis import Recorded, operation_times, step_metrics
+from rolepool.metrics.spans import Recorded, Timeline, operation_times, step_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS
 from rolepool.trainer.advantages import describe
@@ -47,7 +47,7 @@ def step_row(
         "perf/time_per_step": times["timing_s/step"],
         "perf/throughput": num_tokens / times["timing_s/step"] / num_processes,
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
-        **step_metrics([*recorded, *around], start_s, end_s),
+        **step_metrics(Timeline([*recorded, *around]), start_s, end_s),
     }
 
 

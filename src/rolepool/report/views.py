@@ -1,0 +1,244 @@
+"""A run as one page for the browser, which needs no other files and no network, and as a trace for Perfetto.
+
+Owns what is on the page and limits its size: curves of long runs are binned, and the timeline shows a limited number of
+steps, so that every page opens at once. The page itself is `template.html`; it reads one JSON object.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolepool.config.loading import show
+from rolepool.config.schema import all_keys
+from rolepool.metrics.sampling import Sample, pool_use
+from rolepool.metrics.spans import Timeline, lanes, step_bounds
+from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
+from rolepool.report.plots import SERIES_COLORS, colors_for, in_step_order, timed_operations
+from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
+
+MAX_POINTS = 500
+MAX_SPANS = 20_000
+MAX_STEPS_SHOWN = 12
+"""Steps on the timeline of a run that has more than `MAX_SPANS` spans."""
+
+CURVES = {
+    "Reward": ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
+    "KL": ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"),
+    "Response length (tokens)": ("response_length/mean", "response_length/max"),
+    "Loss": ("actor/pg_loss", "critic/vf_loss"),
+    "Entropy": ("actor/entropy",),
+    "Tokens per second and GPU": ("perf/throughput",),
+}
+
+USAGE = ("Utilization (%), mean of the pool's ranks", "Memory (GiB), maximum of the pool's ranks")
+
+Bounds = Mapping[int, tuple[float, float]]
+
+
+def render(run: Run) -> str:
+    """The page. `<` is escaped in the data, so that no text in it can end the script element or open a comment."""
+    template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
+    data = json.dumps(_plain(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("__DATA__", data)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity become null, and numbers are rounded to six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def page_data(run: Run) -> dict[str, Any]:
+    """Everything on the page."""
+    grouped, bounds = by_step(run.spans), step_bounds(run.spans)
+    summary = summarise(grouped, bounds)
+    operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
+    shown = _choose_steps(grouped, bounds)
+    names = {"name": run.name, "skipped": run.notes, "operations": operations, "colors": colors_for(operations)}
+    counts = {"num_steps": len(bounds), "num_averaged": len(summary.steps), "step_s": summary.step_s}
+    return {
+        **names,
+        **counts,
+        "series_colors": SERIES_COLORS,
+        "findings": [finding._asdict() for finding in find(run, summary, grouped)],
+        "pools": [
+            {"pool": pool, "num_ranks": num_ranks, "times_s": [(*what, s) for what, s in summary.pools_s[pool].items()]}
+            for pool, num_ranks in summary.num_ranks.items()
+        ],
+        "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
+        "windows": [_window(grouped, bounds, steps, why, operations) for why, steps in shown.items()],
+        "num_shown": len({step for steps in shown.values() for step in steps}),
+        "breakdown": _breakdown(run.metrics),
+        "usage": _monitored(run.monitor),
+        "curves": list(_curves(run.metrics)),
+        "plan": [
+            (name, ", ".join(pool.roles), " ".join(f"{slot.node}:{slot.gpu}" for slot in pool.slots), show(pool.share))
+            for name, pool in (run.plan.pools.items() if run.plan is not None else ())
+        ],
+        "config": _changed_config(run.config),
+    }
+
+
+def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value and default of each key that differs. `${...}` in a default stands for the value of another key."""
+    changed = []
+    for path, key in all_keys().items():
+        value, default = show(value_at(config, path)), key.default
+        if isinstance(default, str):
+            default = re.sub(r"\$\{([^}]+)\}", lambda match: show(value_at(config, match[1])), default)
+        if value != show(default):
+            changed.append((path, value, show(default)))
+    return changed
+
+
+# Curves over steps or time
+
+
+def _binned(xy: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """At most `MAX_POINTS` bins: the mean x of each, and the minimum, mean and maximum y."""
+    if not xy:
+        return {"x": [], "min": [], "mean": [], "max": []}
+    x, y = np.asarray(xy, dtype=float).T
+    starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
+    sizes = np.diff([*starts, len(x)])
+    return {
+        "x": (np.add.reduceat(x, starts) / sizes).tolist(),
+        "min": np.minimum.reduceat(y, starts).tolist(),
+        "mean": (np.add.reduceat(y, starts) / sizes).tolist(),
+        "max": np.maximum.reduceat(y, starts).tolist(),
+    }
+
+
+def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    lines = [{"name": name, **_binned(xy)} for name, xy in series.items()]
+    return {"title": title, "x_label": x_label, "series": lines}
+
+
+def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
+    names = metric_names(metrics)
+    for title, patterns in CURVES.items():
+        wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
+        if wanted:
+            values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
+            yield _chart(title, "step", values)
+
+
+def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
+    """Seconds of each operation in a step, and of the step itself, which is shorter if operations overlap."""
+    steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
+    bars = {
+        name: _binned([(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()])["mean"]
+        for name in timed_operations(steps)
+    }
+    return {"operations": bars, "step": _binned([(step, row[f"{TIMING}step"]) for step, row in steps.items()])}
+
+
+def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Utilization and memory of pools over time."""
+    charts: dict[str, dict[str, list[tuple[float, float]]]] = {title: defaultdict(list) for title in USAGE}
+    for sample in monitor:
+        for pool, used in pool_use(sample).items():
+            for title, value in zip(USAGE, used, strict=True):
+                charts[title][pool].append((sample["time_s"] - monitor[0]["time_s"], value))
+    return [_chart(title, "seconds", series) for title, series in charts.items() if series]
+
+
+# Timeline
+
+
+def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
+    """The windows of steps to show: all steps, or as many as fit of the first, slowest, median and last."""
+    steps = sorted(bounds)
+    sizes = [len(grouped[step]) for step in steps]
+    if sum(sizes) <= MAX_SPANS:
+        return {"all": steps} if steps else {}
+    by_length = sorted(steps, key=lambda step: bounds[step][1] - bounds[step][0])
+    count = min(MAX_STEPS_SHOWN, MAX_SPANS // max(sizes)) // 2 - 1  # at each end, besides slowest and median
+    if count < 1:
+        return {"first": steps[:1]}
+    middle = by_length[len(steps) // 2]
+    return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
+
+
+def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], why: str, operations: list[str]) -> dict[str, Any]:
+    """Lanes with spans and waits in a window of steps; times count from its start. Spans that start before it or end
+    after it are shown with their full length. If a single step has too many spans, the last lanes are skipped."""
+    first, last = steps[0], steps[-1]
+    (start_s, _), (_, end_s) = bounds[first], bounds[last]
+    spans = around(grouped, first, last)
+    boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
+    for step, operation, span in spans:
+        if span.end_s > start_s and span.start_s < end_s:
+            times = (span.start_s - start_s, span.duration_s)
+            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes)
+            boxes[span.pool, span.rank].append((operations.index(operation), step, *times, *counts, span.parts))
+    all_lanes = lanes(spans, start_s, end_s)
+    shown: list[dict[str, Any]] = []
+    num_spans = 0
+    for lane in all_lanes:
+        num_spans += len(boxes[lane.pool, lane.rank])
+        if shown and num_spans > MAX_SPANS:
+            break
+        waits = [(*wait[:3], wait.start_s - start_s, wait.end_s - wait.start_s) for wait in lane.waits]
+        shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes[lane.pool, lane.rank], "waits": waits})
+    label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
+    starts = [(step, bounds[step][0] - start_s) for step in steps]
+    window = {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
+    return {"label": label, "starts": starts, **window}
+
+
+# Trace
+
+
+def trace_pieces(run: Run) -> Iterator[str]:
+    """The text of a trace in Chrome's JSON format: a process for each pool, a thread for each rank, a slice for each
+    span, and an arrow from each result to the call that used it."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    for number, event in enumerate(_events(Timeline(run.spans))):
+        yield (",\n" if number else "\n") + json.dumps(event)
+    yield "\n]}\n"
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The events of a trace. Slices and arrows are in the order of time on each thread: an arrow leaves its slice
+    before the next slice begins. Times are integer microseconds since the first span."""
+    pools = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
+    threads = {}
+    for pool, number in pools.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": pool}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+    # Perfetto treats a thread that has the number of its process as the main thread, so thread numbers start higher.
+    for number, (pool, rank) in enumerate(timeline.of_rank, start=len(pools) + 1):
+        threads[pool, rank] = thread = {"pid": pools[pool], "tid": number}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"{pool} rank {rank}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}}
+    start_us = [int((recorded.span.start_s - timeline[0].span.start_s) * 1e6) for recorded in timeline]
+    arriving: dict[int, list[int]] = defaultdict(list)
+    leaving: dict[int, list[int]] = defaultdict(list)
+    for position, recorded in enumerate(timeline):
+        for source in timeline.inputs_of(position):
+            if timeline[source].span.start_s <= recorded.span.start_s:
+                arriving[position].append(source)
+                leaving[source].append(position)
+    for position, (step, operation, span) in enumerate(timeline):
+        end_us = int((span.end_s - timeline[0].span.start_s) * 1e6)
+        thread, times = threads[span.pool, span.rank], {"ts": start_us[position], "dur": end_us - start_us[position]}
+        args = {"step": step, **span._asdict(), "parts": dict(span.parts)}
+        yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
+        arrow = {"name": "data", "cat": "data", **thread}
+        for source in arriving[position]:
+            yield {"ph": "f", "bp": "e", **arrow, "id": source * len(timeline) + position, "ts": start_us[position]}
+        for target in leaving[position]:
+            # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
+            time_us = max(min(end_us - 1, start_us[target]), start_us[position])
+            yield {"ph": "s", **arrow, "id": position * len(timeline) + target, "ts": time_us}
