@@ -124,8 +124,7 @@ def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: 
     for rows_per_pass in (1, 2, 3):
         counts = set()
         for index in range(parts):
-            share = Share(total, parts, index)
-            counts.add(len(passes_of(rows=rows_per_pass).cut([4] * (share.num_real + share.padding))))
+            counts.add(len(passes_of(rows=rows_per_pass).cut([4] * Share(total, parts, index).size)))
         assert len(counts) == 1
 
 

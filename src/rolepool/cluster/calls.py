@@ -113,21 +113,11 @@ class Call(NamedTuple):
     """Whether the result has a row for each row of the arguments, so that rows of padding must be removed from it."""
 
 
-class Objects:
-    """What the arguments of a message refer to: replies of other calls and batches, and the data stored for replies.
+Objects = list[tuple[Any, Any]]
+"""What the arguments of a message refer to: pairs of a reply and the data stored for it, or of a batch and None.
 
-    Ray delivers `direct` with the message. It does not fetch what is in `stored`: the worker fetches what it needs.
-    """
-
-    def __init__(self) -> None:
-        self.direct: list[Any] = []
-        self.stored: list[Any] = []
-
-    def add(self, direct: Iterable[Any], stored: Iterable[Any]) -> slice:
-        start = len(self.direct)
-        self.direct.extend(direct)
-        self.stored.extend(stored)
-        return slice(start, len(self.direct))
+Ray delivers the first of each pair with the message. The worker fetches the second if it needs it.
+"""
 
 
 def pack_reply(reply: Reply) -> bytes | Reply:
@@ -149,7 +139,7 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
 
     `in_lists` says that every argument is a list, of which a part gets its own entry. If not, batches are split.
     """
-    objects = Objects()
+    objects: Objects = []
 
     def pack(value: Any) -> Any:
         if in_lists:
@@ -186,14 +176,14 @@ def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, inde
     encoded = encode((batch.columns(), batch_size, batch.meta_info))
     if encoded.num_bytes <= INLINE_BYTES:
         return StripeArgument(encoded, share.total)
-    return StripeArgument(objects.add([ray.put(encoded)], [None]).start, share.total)
+    objects.append((ray.put(encoded), None))
+    return StripeArgument(len(objects) - 1, share.total)
 
 
 def _add_replies(calls: Iterable[Any], objects: Objects) -> slice:
-    calls = list(calls)
-    return objects.add(
-        (ref for call in calls for ref in call.refs), (stored for call in calls for stored in call.stored_refs)
-    )
+    start = len(objects)
+    objects.extend(pair for call in calls for pair in call.objects)
+    return slice(start, len(objects))
 
 
 def sources_of(values: Iterable[Any]) -> Iterator[Pending]:

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.calls import Call, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
+from rolepool.cluster.calls import Call, Objects, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
 from rolepool.cluster.launch import Process, await_all, cause_of
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
@@ -84,11 +84,11 @@ class WorkerGroup:
             raise WorkerError(f"{self.name} has {self.world_size} processes, which {tensor_parallel} does not divide")
         self.raise_if_broken()
         queued_s = time.time()
-        refs = [
-            process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+        made = PendingCall(self, role, "__init__")
+        made.all_objects.extend(
+            (process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s), None)
             for process in self.processes
-        ]
-        made = PendingCall(self, role, "__init__", all_refs=refs, all_stored_refs=[None] * len(refs))
+        )
         ready = CallFuture([made], lambda results: None)
         self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
@@ -237,17 +237,18 @@ class RoleProxy:
             one_reply_per_dp_group=spec.dispatch in PER_DP_GROUP,
             returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
         )
-        pending = PendingCall(self.group, self.role_name, name, call.number, sources=sources)
+        stride = self.tp_size if call.one_reply_per_dp_group else 1
+        pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
             if rank % ranks_per_part == 0:  # the ranks of an earlier part are already at work
                 part = rank // ranks_per_part
                 packed, objects = pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
-            method = process.actor.run_rows if call.returns_rows else process.actor.run
-            made = method.remote(packed, objects.stored, *objects.direct)
-            pending.add(*(made if call.returns_rows else [made]))
-        if call.one_reply_per_dp_group:
-            pending.stride = self.tp_size
+            direct, stored = zip(*objects, strict=True) if objects else ((), ())
+            if call.returns_rows:
+                pending.all_objects.append(tuple(process.actor.run_rows.remote(packed, stored, *direct)))
+            else:
+                pending.all_objects.append((process.actor.run.remote(packed, stored, *direct), None))
         if call.returns_rows:
             return DataProtoFuture([pending])
         collect = collect_first if only_zero else collect_list
@@ -280,43 +281,35 @@ LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 
 @dataclass(eq=False, repr=False)
 class PendingCall:
-    """A call that was made: a reference to each rank's reply, and until it has ended, the calls whose results it takes.
-
-    A reply comes with a reference to the data that is stored for it, if the call returns rows.
-    """
+    """A call that was made: the ranks' replies, by reference, and the calls whose results it takes until it has ended."""
 
     group: WorkerGroup
     role: str
     method: str
     number: int = 0
-    all_refs: list[Any] = field(default_factory=list)
-    all_stored_refs: list[Any] = field(default_factory=list)
     stride: int = 1
     """Every so many ranks one returns a result."""
     sources: Sequence[Pending] = ()
+    all_objects: Objects = field(default_factory=list, init=False)
+    """References to the reply of each rank and to the data that is stored for it."""
     _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.group.recent.append(weakref.ref(self))
 
-    def add(self, ref: Any, stored_ref: Any = None) -> None:
-        """Add the next rank's reply."""
-        self.all_refs.append(ref)
-        self.all_stored_refs.append(stored_ref)
-
     @property
     def what(self) -> str:
         return f"{self.role}.{self.method} on {self.group.name}"
 
     @property
-    def refs(self) -> list[Any]:
-        """References to the replies with a result, to pass them to another call without reading them."""
-        return self.all_refs[:: self.stride]
+    def all_refs(self) -> list[Any]:
+        return [reply for reply, _ in self.all_objects]
 
     @property
-    def stored_refs(self) -> list[Any]:
-        return self.all_stored_refs[:: self.stride]
+    def objects(self) -> Objects:
+        """References to the replies with a result, to pass them to another call without reading them."""
+        return self.all_objects[:: self.stride]
 
     def replies(self, timeout_s: float | None) -> list[Reply]:
         return self._wait(timeout_s)[:: self.stride]
@@ -365,7 +358,7 @@ class PendingCall:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
             else:
-                self._replies = list(map(unpack_reply, packed, self.all_stored_refs))
+                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
                 self.sources = ()
         return self._replies
 

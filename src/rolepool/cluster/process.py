@@ -20,13 +20,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import ray
 import torch
 import torch.distributed as dist
+from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import Call, pack_reply, resolve_arguments, without_padding
@@ -104,7 +105,10 @@ class WorkerProcess:
 
     def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
         """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the process group."""
-        _prefix_output(f"[{context.pool}/{context.rank}] ")
+        # Ray reads this line, and prints the name before every line that follows.
+        for stream in (sys.stdout, sys.stderr):
+            print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
         self._context = context = replace(context, device=_device_for(context.device))
         if context.device == "cpu":
             torch.set_num_threads(1)
@@ -312,27 +316,3 @@ def _enter(state: _RandomState) -> None:
         torch.cuda.set_rng_state(cuda)
     random.setstate(python)
     np.random.set_state(numpy)
-
-
-class _PrefixedStream:
-    """Writes the name of the process before every line."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream = stream
-        self._prefix = prefix
-        self._at_line_start = True
-
-    def write(self, text: str) -> int:
-        for line in text.splitlines(keepends=True):
-            self._stream.write(self._prefix + line if self._at_line_start else line)
-            self._at_line_start = line.endswith("\n")
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _prefix_output(prefix: str) -> None:
-    sys.stdout = _PrefixedStream(sys.stdout, prefix)
-    sys.stderr = _PrefixedStream(sys.stderr, prefix)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
