@@ -3,10 +3,10 @@
     python benchmarks/scatter_gather.py [--rounds 15] [--mib 64]
 
 Scatter and gather: rolepool, against bare Ray actors that are each sent a cloned chunk, against chunk views (which
-pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goal: at least 2x the clones.
+pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goals: at least 3x the clones, not slower than the switch.
 Chain: one pool makes such a batch, the other takes and returns it, the first reads it and answers with a number, as
 generating, scoring and updating do. Futures handed from pool to pool, against getting and re-sending each result.
-Goal: at least 2x.
+Goal: at least 2.2x.
 """
 
 from __future__ import annotations
@@ -183,10 +183,10 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in times.items()}
     for name, took in middle.items():
         print(f"{name:32} {took * 1e3:8.1f} ms")
-    print("scatter and gather, times as fast (goal: 2 against cloned chunks):")
+    print("scatter and gather, times as fast (goals: 3 against cloned chunks, 1 against the switch):")
     for name in ("bare Ray, cloned chunks", "bare Ray, chunk views", "bare Ray, its zero-copy switch"):
         print(f"  {middle[name] / middle['rolepool']:.2f} against {name}")
-    print("chain of three calls, times as fast (goal: 2):")
+    print("chain of three calls, times as fast (goal: 2.2):")
     print(f"  {middle['chain, get and re-send'] / middle['chain, futures']:.2f} against getting and re-sending")
 
 

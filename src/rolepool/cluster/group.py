@@ -281,7 +281,7 @@ LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 
 @dataclass(eq=False, repr=False)
 class PendingCall:
-    """A call that was made: the ranks' replies, by reference, and the calls whose results it takes until it has ended."""
+    """A call that was made: references to the ranks' replies, and the calls whose results it needs."""
 
     group: WorkerGroup
     role: str
