@@ -3,7 +3,8 @@
     python benchmarks/scatter_gather.py [--rounds 15] [--mib 64]
 
 Scatter and gather: rolepool, against bare Ray actors that are each sent a cloned chunk, against chunk views (which
-pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goals: at least 3x the clones, not slower than the switch.
+pickle their whole storage), and against clones with Ray's own zero-copy switch on. Goals: at least 3x the clones, and
+not slower than the switch.
 Chain: one pool makes such a batch, the other takes and returns it, the first reads it and answers with a number, as
 generating, scoring and updating do. Futures handed from pool to pool, against getting and re-sending each result.
 Goal: at least 2.2x.
