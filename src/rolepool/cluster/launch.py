@@ -24,7 +24,7 @@ from rolepool.cluster.nodes import Node, free_slots, holders, slot_device
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
-from rolepool.placement.slots import Slot
+from rolepool.placement.pools import Slot
 from rolepool.protocol.remote import Producer
 from rolepool.protocol.worker import WorkerContext
 
