@@ -5,7 +5,8 @@ Owns the list of changes to try. The effect of every override that is advised wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,15 +56,14 @@ def advise(
     known_roles = _known_roles(estimate)
 
     def helpful(base: Advice) -> list[Advice]:
-        found = []
-        for candidate in _candidates(config, plan):
-            changes = {**base.changes, **candidate}
-            trial = trials.estimate(changes)
+        candidates = ({**base.changes, **changes} for changes in _candidates(config, plan))
+        most = max(0, base.excess - MIN_SAVED_BYTES)
+        found = [
+            Advice(changes, trial.excess)
+            for changes, trial in trials.of(candidates)
             # A role whose memory becomes unknown would hide that its pool does not fit.
-            if trial is None or not known_roles <= _known_roles(trial):
-                continue
-            if not trial.excess or base.excess - trial.excess >= MIN_SAVED_BYTES:
-                found.append(Advice(changes, trial.excess))
+            if trial.excess <= most and known_roles <= _known_roles(trial)
+        ]
         return sorted(found, key=lambda advice: advice.excess)
 
     best = [Advice({}, estimate.excess)]
@@ -86,13 +86,11 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     """
     trials = _Trials(config, 0, build_plan, frozenset())  # 0: the least memory that every role needs
     peaks: dict[str, tuple[int, int]] = {}
-    for changes in ({}, *_divisions(config)):
-        trial = trials.estimate(changes)
-        if trial is not None and not trial.unknown:
-            of_role = [peak_by_role(pool.roles)[role] for pool in trial.pools.values() if role in pool.roles]
-            if of_role:
-                highest = max(pool.peak for pool in trial.pools.values())
-                peaks[Advice(changes, 0).override] = of_role[0], highest
+    for changes, trial in trials.of([{}, *_divisions(config)]):
+        for pool in trial.pools.values():
+            if role in pool.roles and not trial.unknown:
+                highest = max(other.peak for other in trial.pools.values())
+                peaks[Advice(changes, 0).override] = peak_by_role(pool.roles)[role], highest
     now = peaks.get("", (0, 0))
     better = [
         (highest, override)
@@ -114,21 +112,21 @@ class _Trials:
     plans: dict[str, Plan | None] = field(default_factory=dict)
     """Plans by placement, because a plan of many nodes takes time and no other change moves a role."""
 
-    def estimate(self, changes: Changes) -> MemoryEstimate | None:
-        """The estimate with the changes; None if they contradict other keys, or if a check fails that passed before."""
-        config = self.config
-        for key, value in changes.items():
-            config = _with_value(config, key.split("."), value)
-        placement = config.placement.model_dump_json()
-        if placement not in self.plans:
-            try:
-                self.plans[placement] = self.replan(config)
-            except RolepoolError:
+    def of(self, candidates: Iterable[Changes]) -> Iterator[tuple[Changes, MemoryEstimate]]:
+        """The estimate with each of the changes. Skips those that contradict other keys or fail another check."""
+        for changes in candidates:
+            config = self.config
+            for key, value in changes.items():
+                config = _with_value(config, key.split("."), value)
+            placement = config.placement.model_dump_json()
+            if placement not in self.plans:
                 self.plans[placement] = None
-        plan = self.plans[placement]
-        if plan is None or any(contradictions(config)) or set(find_problems(config, plan)) - self.problems:
-            return None
-        return estimate_memory(config, plan, self.gpu_memory_bytes)
+                with suppress(RolepoolError):
+                    self.plans[placement] = self.replan(config)
+            plan = self.plans[placement]
+            if plan is None or any(contradictions(config)) or set(find_problems(config, plan)) - self.problems:
+                continue
+            yield changes, estimate_memory(config, plan, self.gpu_memory_bytes)
 
 
 def _with_value(section: Any, path: Sequence[str], value: Any) -> Any:

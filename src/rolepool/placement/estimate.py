@@ -130,7 +130,10 @@ class HeldModel:
             (max(earlier, gradients - outside_shard), one_layer + layer_gradients, head_gradient),
         )
         in_pass = replace(loaded, weights=loaded.weights + copies)
-        peaks = [replace(in_pass, gradients=held, activations=kept, logits=logits) for held, kept, logits in moments]
+        peaks = [
+            replace(in_pass, gradients=gradient_bytes, activations=activation_bytes, logits=logit_bytes)
+            for gradient_bytes, activation_bytes, logit_bytes in moments
+        ]
         # The embedding's fp32 gradient, before it is reduced over ranks and added to earlier ones.
         at_embedding = gradients + outside + (outside_shard if accumulates else 0)
         return max(*peaks, replace(loaded, gradients=at_embedding), key=lambda memory: memory.working)

@@ -87,18 +87,18 @@ def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None
     if path is None:
         raise ShapeUnknown("no model path is set")
     try:
-        file: Path | None = Path(path).expanduser() / "config.json"
-        if not file.parent.is_dir():
+        files = [Path(path).expanduser() / "config.json"]
+        if not files[0].parent.is_dir():
             hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
             snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
-            file = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime, default=None)
-        content = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+            files = sorted(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
+        content = json.loads(files[-1].read_text(encoding="utf-8")) if files else None
     except (OSError, ValueError, RuntimeError) as error:
         raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
-    if file is None:
+    if not files:
         raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
     if not isinstance(content, dict):
-        raise ShapeUnknown(f"{file} is not a JSON object")
+        raise ShapeUnknown(f"config.json of {path} is not a JSON object")
     return {**content, **(overrides or {})}
 
 
