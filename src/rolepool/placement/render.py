@@ -7,7 +7,7 @@ figure comes from the plan and the estimate.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from string import ascii_uppercase
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolepool.placement.advice import Advice
-from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate, MicroBatch
+from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
 from rolepool.placement.plan import Plan
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -168,32 +168,22 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
     ] or [("overlap", "none, all operations run one after another")]
     notes += [("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()]
     if plan.device != "cpu":
-        notes += _names_by_text(
-            "micro-batches", {name: _size_text(one) for name, one in estimate.micro_batches.items()}
-        )
+        names: dict[tuple[str, str], list[str]] = {}
+        for operation, size in estimate.micro_batches.items():
+            amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
+            chosen = " (chosen)" if size.is_chosen else ""
+            activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
+            names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(operation)
+        for role, reason in estimate.unknown.items():
+            names.setdefault(("memory unknown", reason), []).append(role)
+        notes += [(title, f"{', '.join(names[title, text])}: {text}") for title, text in names]
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
             unlimited = "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
             notes.append(("memory", unlimited))
         if plan.mps and plan.sharing_pools:
             nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
             notes.append(("CUDA MPS", nodes))
-        notes += _names_by_text("memory unknown", estimate.unknown)
     return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
-
-
-def _names_by_text(title: str, texts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """One note for each text, with all names that have it."""
-    return [
-        (title, f"{', '.join(name for name in texts if texts[name] == text)}: {text}")
-        for text in dict.fromkeys(texts.values())
-    ]
-
-
-def _size_text(size: MicroBatch) -> str:
-    amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
-    chosen = " (chosen)" if size.is_chosen else ""
-    activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
-    return f"{amount}{chosen}{activations}"
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:
