@@ -168,12 +168,12 @@ def trained(
     accumulates: bool = True,
 ) -> RoleMemory:
     share = Fraction(num_logit_tokens, num_tokens)
-    held = HeldModel(TINY, 1704, num_shards, share, packed=True, trained=True)
+    held = HeldModel(TINY, 1704, num_shards, logit_share=share, packed=True, trained=True)
     return held.training(num_tokens, recomputes=recomputes, accumulates=accumulates)
 
 
 def scoring(num_logit_tokens: int, num_shards: int) -> RoleMemory:
-    return HeldModel(TINY, 1704, num_shards, Fraction(num_logit_tokens, 10)).scoring(10)
+    return HeldModel(TINY, 1704, num_shards, logit_share=Fraction(num_logit_tokens, 10)).scoring(10)
 
 
 def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:

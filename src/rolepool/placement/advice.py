@@ -66,15 +66,13 @@ def advise(
         ]
         return sorted(found, key=lambda advice: advice.excess)
 
-    best = [Advice({}, estimate.excess)]
+    best = helpful(Advice({}, estimate.excess))
     singles: dict[tuple[str, ...], Advice] = {}
-    for num_changes in range(MAX_COMBINED):
-        best = helpful(best[0])
-        if num_changes == 0:
-            for advice in best:
-                singles.setdefault(tuple(advice.changes), advice)
-        if not best or not best[0].excess:
-            break
+    for advice in best:
+        singles.setdefault(tuple(advice.changes), advice)
+    for _ in range(MAX_COMBINED - 1):
+        if best and best[0].excess:
+            best = helpful(best[0])
     combined = [advice for advice in best[:1] if not advice.excess and tuple(advice.changes) not in singles]
     return [*combined, *singles.values()][:MAX_ADVICE]
 

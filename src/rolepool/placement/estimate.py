@@ -36,6 +36,44 @@ MASK_BYTES = 3
 """For each pair of tokens of a padded row: a boolean, and the 16-bit number that it becomes."""
 
 
+# Micro-batches
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """How an operation splits its rows: by a number of rows, or else by tokens."""
+
+    keys: MicroBatchKeys
+    rows: int | None
+    tokens: int
+    is_chosen: bool
+    """Whether the config leaves the size open."""
+    recomputes: bool | None
+    """Whether the backward pass recomputes activations; None if there is no backward pass."""
+
+    def most_rows(self, num_rows: int, length: int) -> int:
+        """Rows of the largest micro-batch if all rows have `length` tokens. Under a token limit all are about equal."""
+        if self.rows is not None:
+            return min(self.rows, num_rows)
+        count = -(-num_rows // max(1, self.tokens // length))
+        return -(-num_rows // count)
+
+
+def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
+    """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
+    sizes: dict[str, MicroBatch] = {}
+    for operation, keys in ROLE_SPECS[role].batched:
+        by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
+        sizes[operation.name] = MicroBatch(
+            keys,
+            rows=None if by_tokens else rows,
+            tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role)),
+            is_chosen=not by_tokens and rows is None,
+            recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
+        )
+    return sizes
+
+
 # One role
 
 
@@ -58,11 +96,13 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model as a role holds it on one GPU, and the memory of its micro-batches."""
+    """A model as a role holds it on one GPU, and the memory and the choice of its micro-batches."""
 
     shape: ModelShape
     num_params: int
     num_shards: int
+    length: int = 1
+    """Tokens of the longest row."""
     logit_share: Fraction = Fraction(0)
     """The part of a micro-batch's tokens that have logits."""
     packed: bool = False
@@ -152,6 +192,35 @@ class HeldModel:
     def _logit_bytes(self, num_logit_tokens: int) -> int:
         return BF16 * min(num_logit_tokens * self.shape.vocab_size, LOGITS_AT_ONCE)
 
+    def memory(self, size: MicroBatch, num_rows: int, num_tokens: int) -> RoleMemory:
+        """The peak of an operation on `num_rows` rows, whose micro-batches have up to `num_tokens` tokens."""
+        if size.recomputes is None:
+            memory = self.scoring(num_tokens)
+        else:
+            accumulates = num_tokens < num_rows * self.length
+            memory = self.training(num_tokens, recomputes=size.recomputes, accumulates=accumulates)
+        mask = 0 if self.packed else MASK_BYTES * num_tokens * self.length
+        return replace(memory, activations=memory.activations + mask)
+
+    def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
+        """The size in the config, or the largest that fits if it is open; and activations are kept if they fit."""
+
+        def fits(size: MicroBatch) -> bool:
+            """Whether micro-batches with any mix of lengths fit."""
+            loaded = self.loaded.working
+            num_tokens = min(num_rows * self.length, size.tokens if size.rows is None else size.rows * self.length)
+            if room is None or room <= loaded:
+                return room is None
+            return self.memory(size, num_rows, num_tokens).working - loaded <= USABLE * (room - loaded)
+
+        if size.is_chosen:
+            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
+            first = bisect_left(candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens)))
+            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
+        kept = replace(size, recomputes=False)
+        # The formulas for kept activations were measured with packed rows only.
+        return kept if size.recomputes and self.packed and fits(kept) else size
+
 
 def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
     """Most bytes of the KV cache. Weights and cache may use `utilization` of the process's share of the GPU, and the
@@ -191,80 +260,6 @@ def generation_memory(
     )
 
 
-# Micro-batches
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """How an operation splits its rows: by a number of rows, or else by tokens."""
-
-    keys: MicroBatchKeys
-    rows: int | None
-    tokens: int
-    is_chosen: bool
-    """Whether the config leaves the size open."""
-    recomputes: bool | None
-    """Whether the backward pass recomputes activations; None if there is no backward pass."""
-
-    def most_rows(self, num_rows: int, length: int) -> int:
-        """Rows of the largest micro-batch if all rows have `length` tokens. Under a token limit all are about equal."""
-        if self.rows is not None:
-            return min(self.rows, num_rows)
-        count = -(-num_rows // max(1, self.tokens // length))
-        return -(-num_rows // count)
-
-
-def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
-    """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
-    sizes: dict[str, MicroBatch] = {}
-    for operation, keys in ROLE_SPECS[role].batched:
-        by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
-        sizes[operation.name] = MicroBatch(
-            keys,
-            rows=None if by_tokens else rows,
-            tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role)),
-            is_chosen=not by_tokens and rows is None,
-            recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
-        )
-    return sizes
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The rows that one GPU has in an operation: of a mini-batch if it trains, of the whole batch otherwise."""
-
-    held: HeldModel
-    num_rows: int
-    length: int
-
-    def choose(self, size: MicroBatch, room: int | None) -> MicroBatch:
-        """The size in the config, or the largest that fits if it is open; and activations are kept if they fit."""
-        if size.is_chosen:
-            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
-            first = bisect_left(candidates, True, key=lambda tokens: self._fits(replace(size, tokens=tokens), room))
-            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
-        kept = replace(size, recomputes=False)
-        # The formulas for kept activations were measured with packed rows only.
-        return kept if size.recomputes and self.held.packed and self._fits(kept, room) else size
-
-    def _fits(self, size: MicroBatch, room: int | None) -> bool:
-        """Whether micro-batches with any mix of lengths fit."""
-        loaded = self.held.loaded.working
-        num_tokens = min(self.num_rows * self.length, size.tokens if size.rows is None else size.rows * self.length)
-        if room is None or room <= loaded:
-            return room is None
-        return self.memory(size, num_tokens).working - loaded <= USABLE * (room - loaded)
-
-    def memory(self, size: MicroBatch, num_tokens: int) -> RoleMemory:
-        if size.recomputes is None:
-            memory = self.held.scoring(num_tokens)
-        else:
-            accumulates = num_tokens < self.num_rows * self.length
-            memory = self.held.training(num_tokens, recomputes=size.recomputes, accumulates=accumulates)
-        mask = 0 if self.held.packed else MASK_BYTES * num_tokens * self.length
-        return replace(memory, activations=memory.activations + mask)
-
-
 def shape_of(config: Config, role: Role) -> ModelShape:
     """The shape of a role's model. Raises ShapeUnknown."""
     return read_shape(*model_of(config, role))
@@ -274,12 +269,13 @@ def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
     """The model of a role that computes in micro-batches, in a pool of `world_size` processes. Raises ShapeUnknown."""
     spec, shape = ROLE_SPECS[role], shape_of(config, role)
     fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump()) if spec.fsdp else FsdpConfig()
-    length = config.data.max_prompt_length + config.data.max_response_length
+    num_response_tokens = 0 if spec.has_scalar_head else config.data.max_response_length
     return HeldModel(
         shape,
         shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
         num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
-        logit_share=Fraction(0 if spec.has_scalar_head else config.data.max_response_length, length),
+        length=longest_row(config, role),
+        logit_share=Fraction(num_response_tokens, config.data.max_prompt_length + config.data.max_response_length),
         packed=spec.can_pack and config.at(spec.model).use_remove_padding,
         trained=spec.is_trained,
         fsdp=fsdp,
@@ -293,21 +289,20 @@ def _role_memory(
 
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
-    spec, length = ROLE_SPECS[role], longest_row(config, role)
-    num_samples, num_parts = config.actor_rollout_ref.rollout.n, data_parallel_size(config, plan, role)
-    batch_rows = -(-config.data.train_batch_size * num_samples // num_parts)
+    spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
+    num_parts = data_parallel_size(config, plan, role)
+    batch_rows = -(-config.data.train_batch_size * rollout.n // num_parts)
     if not spec.batched:
-        num_sequences = min(batch_rows, config.actor_rollout_ref.rollout.max_num_seqs)
+        num_sequences = min(batch_rows, rollout.max_num_seqs)
         return generation_memory(config, shape_of(config, role), num_sequences, limit, room), {}
     held = held_model(config, role, plan.pool_of(role).world_size)
     memories, sizes = [], default_micro_batches(config, role)
     for operation, size in sizes.items():
         num_rows = batch_rows
         if size.recomputes is not None:
-            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * num_samples // num_parts)
-        work = _Work(held, num_rows, length)
-        sizes[operation] = chosen = work.choose(size, room)
-        memories.append(work.memory(chosen, length * chosen.most_rows(num_rows, length)))
+            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // num_parts)
+        sizes[operation] = chosen = held.choose(size, num_rows, room)
+        memories.append(held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length)))
     return max(memories, key=lambda memory: memory.working), sizes
 
 
