@@ -505,11 +505,11 @@ def test_a_micro_batch_must_divide_what_a_gpu_gets_of_a_mini_batch(section: str)
     [
         (4, "trainer.n_gpus_per_node=8 placement.strategy=split", None),
         (4, "trainer.n_gpus_per_node=4 placement.strategy=split",
-         "must divide the number of processes of actor_rollout_ref_pool (2 on every node); use 1 or 2"),
+         "must divide the number of processes of actor_rollout_ref_pool (2 per node); use 1 or 2"),
         (2, "trainer.nnodes=2 trainer.n_gpus_per_node=1",
-         "must divide the number of processes of global_pool (1 on every node); use 1"),
+         "must divide the number of processes of global_pool (1 per node); use 1"),
         (3, "trainer.n_gpus_per_node=8",
-         "must divide the number of processes of global_pool (8 on every node); use 1 or 2 or 4 or 8"),
+         "must divide the number of processes of global_pool (8 per node); use 1 or 2 or 4 or 8"),
     ],
 )  # fmt: skip
 def test_tensor_parallelism_stays_within_a_node_of_the_rollouts_pool(
@@ -522,7 +522,7 @@ def test_tensor_parallelism_stays_within_a_node_of_the_rollouts_pool(
 
 def test_tensor_parallelism_must_divide_every_node_of_an_uneven_pool() -> None:
     found = problems("actor_rollout_ref.rollout.tensor_model_parallel_size=4", "8,4,2")
-    assert "must divide the number of processes of global_pool (2, 4, 8 on every node); use 1 or 2" in found[0]
+    assert "must divide the number of processes of global_pool (2, 4, 8 per node); use 1 or 2" in found[0]
 
 
 def test_the_rollout_is_cut_by_its_tensor_parallel_groups() -> None:

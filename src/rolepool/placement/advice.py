@@ -83,6 +83,7 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     For a role that ran out of memory, whatever the estimate said. At most one: the one with the lowest peak.
     """
     trials = _Trials(config, 0, build_plan, frozenset())  # 0: the least memory that every role needs
+    # For each override, the peak while the role computes, and the highest peak of all pools. "" is the config as it is.
     peaks: dict[str, tuple[int, int]] = {}
     for changes, trial in trials.of([{}, *_divisions(config)]):
         for pool in trial.pools.values():

@@ -61,7 +61,7 @@ def _groups(config: Config, plan: Plan) -> Iterator[str]:
         spec, pool = ROLE_SPECS[role], plan.pool_of(role)
         groups = []
         if spec.tensor_parallel is not None:
-            groups.append((spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "on every node"))
+            groups.append((spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node"))
         if spec.fsdp is not None and spec.is_trained:
             groups.append((f"{spec.fsdp}.fsdp_size", [pool.world_size], "in all"))
         for key, counts, where in groups:
@@ -108,14 +108,13 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    checked: set[str | None] = set()
-    for role in plan.roles:
-        spec, (path, overrides) = ROLE_SPECS[role], model_of(config, role)
-        if path in checked:  # a critic that starts from the policy's folder has the policy's overrides, too
-            continue
-        checked.add(path)
+    by_path: dict[str | None, Role] = {}
+    for role in plan.roles:  # the policy first: a critic that starts from its folder has the policy's overrides, too
+        by_path.setdefault(model_of(config, role)[0], role)
+    for path, role in by_path.items():
+        spec = ROLE_SPECS[role]
         with suppress(ValueError, TypeError):  # models that are not on disk yet, or that have no limit
-            limit = num_positions(read_model_file(path, overrides))
+            limit = num_positions(read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
                 fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
                 yield (

@@ -12,7 +12,7 @@ from itertools import groupby
 from string import ascii_uppercase
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rolepool.placement.advice import Advice
@@ -91,11 +91,11 @@ def _letter(index: int, rank: int | str = "") -> Text:
     return Text(f"{letter}{rank}", style=COLOURS[index % len(COLOURS)])
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+def _table(*titles: str, numbers: Sequence[str] = ()) -> Table:
+    """A table without lines: columns of text, and then columns of numbers."""
+    columns = [Column(title, overflow="fold") for title in titles]
+    columns += [Column(title, justify="right") for title in numbers]
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
 
 
 def _grid(plan: Plan) -> Table:
@@ -111,9 +111,8 @@ def _grid(plan: Plan) -> Table:
 
     width = max(plan.gpus_per_node)
     word = "" if width > 8 else "slot " if plan.device == "cpu" else "GPU "
-    table = _table("node", *(f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))))
-    if width > MAX_COLUMNS:
-        table.add_column(f"... {width - MAX_COLUMNS} more")
+    more = [f"... {width - MAX_COLUMNS} more"] if width > MAX_COLUMNS else []
+    table = _table("node", *(f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))), *more)
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         alike = len(nodes) > MAX_ROWS_ALIKE
@@ -150,9 +149,7 @@ def _memory_text(plan: Plan, estimate: MemoryEstimate, name: str) -> Text:
 
 def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and the process itself."""
-    table = _table("GiB per GPU")
-    for column in MEMORY_COLUMNS:
-        table.add_column(column.replace("_", " "), justify="right")
+    table = _table("GiB per GPU", numbers=[column.replace("_", " ") for column in MEMORY_COLUMNS])
     for index, name in enumerate(plan.pools):
         for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
             figures = [getattr(memory, column) / GIB for column in MEMORY_COLUMNS]
