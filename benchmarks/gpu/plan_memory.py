@@ -40,8 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rolepool.config import Config, load_config
 from rolepool.placement import Role, build_plan
-from rolepool.placement.estimate import MicroBatch, estimate_memory
-from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES, RoleMemory
+from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MicroBatch, RoleMemory, estimate_memory
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor

@@ -79,8 +79,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     else:
         print(plan_as_text(made, overlaps, estimate, advice))
     print_errors(problems)
-    does_not_fit = any(pool.fits is False for pool in estimate.pools.values())
-    return EXIT_USER_ERROR if problems or (options.strict and does_not_fit) else None
+    return EXIT_USER_ERROR if problems or (options.strict and estimate.excess) else None
 
 
 def config(parser: Parser, arguments: list[str]) -> None:

@@ -129,4 +129,4 @@ def test_a_size_that_the_models_heads_do_not_allow_is_refused_by_the_plan(tmp_pa
     placement = [*PLACEMENTS["one pool"], "+actor_rollout_ref.model.override_config.num_attention_heads=3"]
     config = load_config([], settings(tmp_path / "demo", placement)).config
     (problem,) = find_problems(config, build_plan(config))
-    assert "tensor_model_parallel_size=2: cannot divide the model's 3 heads" in problem
+    assert "tensor_model_parallel_size=2: cannot split the model's 3 heads" in problem

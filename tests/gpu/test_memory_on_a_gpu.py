@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rolepool.config import Config, load_config
 from rolepool.data.demo import make_demo
 from rolepool.placement import Role, build_plan
-from rolepool.placement.estimate import estimate_memory
-from rolepool.placement.memory import GIB
+from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in

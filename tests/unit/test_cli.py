@@ -69,7 +69,7 @@ def test_the_version_is_printed(rolepool: Rolepool) -> None:
         (("plan", "nnodes"), "No such file or directory); give a YAML file, or key=value for an override"),
         (("plan", "--inventory", "lots"), "--inventory 'lots': write GPUs per node, such as 8,8,4"),
         (("plan", "--gpu-memory", "lots"), "--gpu-memory 'lots': write the memory of one GPU, such as 80 (GiB)"),
-        (("plan", "trainer.nnodes=2", "--inventory", "8"), "Not enough GPUs: global_pool needs 8 GPUs"),
+        (("plan", "trainer.nnodes=2", "--inventory", "8"), "Not enough GPUs: global_pool needs 8 on node 1"),
         (("config", "trainer.nodes"), "trainer.nodes: unknown key; did you mean trainer.nnodes?"),
         (("config", "x" * 300), "unknown key; `rolepool config` lists all keys"),
     ],
@@ -108,7 +108,7 @@ def test_a_plan_with_counts_that_do_not_divide_is_shown_and_refused(rolepool: Ro
     outcome = rolepool("plan", "trainer.n_gpus_per_node=3")
     assert outcome.code == 2
     assert "1 pool on 3 of 3 GPUs" in outcome.out
-    assert "error: data.train_batch_size=1024: 1024 sequences cannot be cut into 3 equal parts" in outcome.err
+    assert "error: data.train_batch_size=1024: 1024 sequences cannot be split into 3 equal parts" in outcome.err
 
 
 # As a program

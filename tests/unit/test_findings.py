@@ -53,7 +53,9 @@ def test_a_division_that_the_batch_sizes_do_not_allow_says_what_else_to_change()
     sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     idle, *_ = findings_of(make_run(overrides=sizes))
     assert idle.keys == ("placement.split.actor_gpus_per_node=3",)
-    assert "Another change is needed as well: data.train_batch_size=16: 16 sequences cannot be cut into 3" in idle.text
+    assert (
+        "Another change is needed as well: data.train_batch_size=16: 16 sequences cannot be split into 3" in idle.text
+    )
 
 
 def test_two_gpus_cannot_be_divided_in_another_way() -> None:

@@ -17,22 +17,19 @@ from rolepool.config import load_config
 from rolepool.models.utilization import model_utilization, peak_flops, training_flops
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import (
-    MOST_TOKENS,
-    USABLE,
-    MemoryEstimate,
-    combine,
-    estimate_memory,
-    held_model,
-)
-from rolepool.placement.memory import (
     GIB,
     LOGITS_AT_ONCE,
+    MOST_TOKENS,
     PROCESS_OVERHEAD_BYTES,
+    USABLE,
     HeldModel,
+    MemoryEstimate,
+    PoolMemory,
     RoleMemory,
-    kept_activation_bytes,
-    layer_activation_bytes,
-    rollout_role,
+    estimate_memory,
+    generation_memory,
+    held_model,
+    peak_by_role,
 )
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 
@@ -124,12 +121,10 @@ def test_parameters_are_counted_as_published(tmp_path: Path, model: str | dict[s
 
 
 def test_a_tiny_model_is_counted_by_hand() -> None:
-    assert TINY.attention_params == 8 * (8 + 4 + 4 + 8)
-    assert TINY.mlp_params == 3 * 8 * 16
-    assert TINY.layer_params == 192 + 384 + 16
+    attention, mlp, norms = 8 * (8 + 4 + 4 + 8), 3 * 8 * 16, 2 * 8
+    assert TINY.layer_params == attention + mlp + norms == 592
     assert TINY.embedding_params == 32 * 8
-    assert TINY.trunk_params == 2 * 592 + 256 + 8
-    assert TINY.num_params == 1448 + 256
+    assert TINY.num_params == 2 * 592 + 256 + 8 + 256
     assert TINY.num_scalar_head_params == 1448 + 8
     assert TINY.kv_bytes_per_token == 2 * 2 * 4 * 2
 
@@ -140,8 +135,8 @@ def test_all_experts_are_kept_and_only_the_active_ones_compute(tmp_path: Path) -
         write_model(tmp_path / "dense", {**MIXTRAL_8X7B, "num_local_experts": 1, "num_experts_per_tok": 1})
     )
     assert (sparse.num_experts, sparse.num_active_experts) == (8, 2)
-    assert sparse.mlp_params == 8 * dense.mlp_params + 8 * 4096
-    one, two = (layer_activation_bytes(shape, packed=True) for shape in (dense, sparse))
+    assert sparse.layer_params - dense.layer_params == 7 * 3 * 4096 * 14336 + 8 * 4096
+    one, two = (HeldModel(shape, 1, 1, packed=True).layer_activation_bytes for shape in (dense, sparse))
     assert two - one == 2 * 3 * 14336
 
 
@@ -168,24 +163,25 @@ def trained(
     num_tokens: int = 10,
     num_logit_tokens: int = 5,
     num_shards: int = 4,
-    checkpointing: bool = True,
+    recomputes: bool = True,
     *,
     accumulates: bool = True,
 ) -> RoleMemory:
     share = Fraction(num_logit_tokens, num_tokens)
-    held = HeldModel(TINY, 1704, num_shards, share, packed=True, checkpointing=checkpointing, trained=True)
-    return held.training(num_tokens, accumulates=accumulates)
+    held = HeldModel(TINY, 1704, num_shards, logit_share=share, packed=True, trained=True)
+    return held.training(num_tokens, recomputes=recomputes, accumulates=accumulates)
 
 
 def scoring(num_logit_tokens: int, num_shards: int) -> RoleMemory:
-    return HeldModel(TINY, 1704, num_shards, Fraction(num_logit_tokens, 10)).scoring(10)
+    return HeldModel(TINY, 1704, num_shards, logit_share=Fraction(num_logit_tokens, 10)).scoring(10)
 
 
 def test_a_trained_role_is_weights_gradients_and_two_optimizer_states_in_32_bits() -> None:
     memory = trained(num_tokens=1000)
     assert HeldModel(TINY, 1704, num_shards=4).gathered_bytes == GATHERED
-    assert layer_activation_bytes(TINY, packed=True) == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
-    assert layer_activation_bytes(TINY, packed=False) == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
+    packed, padded = (HeldModel(TINY, 1704, 4, packed=packed).layer_activation_bytes for packed in (True, False))
+    assert packed == 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) == 208
+    assert padded == 2 * (8 * 8 + 2 * 8 + 2 * 4 + 4 * 16)
     inputs, last_norm, gradients_of_layer = 2 * 2 * 8, (4 + 2 + 2) * 8, 2 * (2 * 8 + 16)
     assert memory == RoleMemory(
         weights=4 * 1704 // 4 + GATHERED,
@@ -209,15 +205,15 @@ def test_an_update_takes_what_its_worst_moment_does() -> None:
 
 
 def test_what_is_whole_on_one_gpu_is_copied_and_not_gathered() -> None:
-    kept, made_again = (trained(num_tokens=1000, num_shards=1, checkpointing=again) for again in (False, True))
-    assert (kept.weights, made_again.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
+    kept, recomputed = (trained(num_tokens=1000, num_shards=1, recomputes=again) for again in (False, True))
+    assert (kept.weights, recomputed.weights) == ((4 + 2) * 1704, 4 * 1704 + GATHERED)
     frozen = scoring(num_logit_tokens=0, num_shards=1)
     assert frozen.weights == frozen.idle == 2 * 1704
 
 
 def test_gradients_of_earlier_passes_count_where_there_are_several() -> None:
     assert trained(num_tokens=1000, accumulates=True).gradients == 1704
-    assert trained(num_tokens=1000, accumulates=False, checkpointing=False).gradients == 0, "not yet there at the peak"
+    assert trained(num_tokens=1000, accumulates=False, recomputes=False).gradients == 0, "not yet there at the peak"
     first_layer = trained(num_tokens=40, accumulates=False, num_shards=1, num_logit_tokens=0)
     assert first_layer.gradients == 4 * 2 * 592, "of all layers, when the backward pass has come to the first"
     assert first_layer.activations == 40 * (208 + 64)
@@ -240,49 +236,40 @@ def test_a_scoring_role_is_16_bit_weights_and_one_forward_pass() -> None:
     assert (with_logits.activations, with_logits.logits) == (2 * (10 + 20) * 8, 2 * 20 * 32), "after the layers"
 
 
+def generating(num_sequences: int, cache_bytes: int | None, num_ranks: int) -> RoleMemory:
+    """A rollout of the tiny model with prompts of 2 tokens and responses of 8, which has these bytes for its cache."""
+    keys = {"data.max_prompt_length": 2, "data.max_response_length": 8}
+    keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = num_ranks
+    config = load_config(overrides=[f"{key}={value}" for key, value in keys.items()]).config
+    weights = 2 * (520 + 1184 // num_ranks)
+    room = None if cache_bytes is None else weights + 2 * cache_bytes  # gpu_memory_utilization is 0.5
+    return generation_memory(config, TINY, num_sequences, None if room is None else GIB, room)
+
+
 def test_a_rollout_is_16_bit_weights_and_the_cache_of_all_its_sequences() -> None:
-    memory = rollout_role(
-        TINY,
-        tensor_parallel=2,
-        num_sequences=3,
-        sequence_tokens=10,
-        prefill_tokens=6,
-        cache_bytes=None,
-        free_cache=True,
-    )
     weights = 2 * (520 + 1184 // 2)  # embedding, head and last norm whole, half of the layers
     logits = 3 * 32 * 2
     prefill = 6 * 2 * (2 * 8 + (2 * 8 + 2 * 4 + 4 * 16) // 2)
-    assert memory == RoleMemory(
+    assert generating(num_sequences=3, cache_bytes=None, num_ranks=2) == RoleMemory(
         weights=weights, kv_cache=3 * 10 * 32, activations=prefill, logits=logits, idle=weights + logits
     )
 
 
-def test_the_cache_takes_what_it_is_given_and_at_least_one_sequence() -> None:
-    def cache(cache_bytes: int) -> int:
-        return rollout_role(
-            TINY,
-            tensor_parallel=1,
-            num_sequences=10,
-            sequence_tokens=10,
-            prefill_tokens=6,
-            cache_bytes=cache_bytes,
-            free_cache=True,
-        ).kv_cache
-
-    assert cache(1000) == 1000
-    assert cache(10_000) == 10 * 10 * 32
-    assert cache(0) == 10 * 32
+@pytest.mark.parametrize(("room", "cache"), [(1000, 1000), (10_000, 10 * 10 * 32), (0, 10 * 32)])
+def test_the_cache_uses_the_room_that_it_has_and_holds_at_least_one_sequence(room: int, cache: int) -> None:
+    assert generating(num_sequences=10, cache_bytes=room, num_ranks=1).kv_cache == cache
 
 
-def test_a_pools_peak_is_one_role_at_work_and_the_others_at_rest() -> None:
+def test_a_pools_peak_is_one_role_that_computes_while_the_others_are_idle() -> None:
     actor, critic = RoleMemory(weights=100, gradients=50, idle=30), RoleMemory(weights=80, idle=60)
-    roles = {Role.Actor: actor, Role.Critic: critic}
-    pool = combine(roles, roles, limit=None)
-    assert (pool.peak, pool.peak_role) == (150 + 60 + PROCESS_OVERHEAD_BYTES, Role.Actor)
-    assert pool.fits is None
-    assert combine({Role.Critic: critic}, {Role.Critic: critic}, limit=80 + PROCESS_OVERHEAD_BYTES).fits is True
-    assert combine({Role.Critic: critic}, {Role.Critic: critic}, limit=79 + PROCESS_OVERHEAD_BYTES).fits is False
+    peaks = peak_by_role({Role.Actor: actor, Role.Critic: critic})
+    assert peaks == {Role.Actor: 150 + 60 + PROCESS_OVERHEAD_BYTES, Role.Critic: 80 + 30 + PROCESS_OVERHEAD_BYTES}
+
+
+@pytest.mark.parametrize(("limit", "excess"), [(None, 0), (81, 0), (80, 0), (79, 1)])
+def test_a_pool_does_not_fit_if_its_peak_is_over_the_limit(limit: int | None, excess: int) -> None:
+    pool = PoolMemory({}, peak=80, peak_role=Role.Critic, least=80, limit=limit)
+    assert pool.excess == MemoryEstimate({"pool": pool}, {}, {}).excess == excess
 
 
 # What each setting does
@@ -314,7 +301,7 @@ def test_a_role_is_sharded_over_its_own_pool() -> None:
     ("role", "section"),
     [(Role.Actor, "actor_rollout_ref.actor.fsdp_config"), (Role.Critic, "critic.model.fsdp_config")],
 )
-def test_offload_empties_the_gpu_while_the_role_rests(role: Role, section: str) -> None:
+def test_offload_empties_the_gpu_while_the_role_is_idle(role: Role, section: str) -> None:
     before = of_role(role, DEEPSEEK)
     without_optimizer = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true")
     without_both = of_role(role, f"{DEEPSEEK} {section}.optimizer_offload=true {section}.param_offload=true")
@@ -323,15 +310,16 @@ def test_offload_empties_the_gpu_while_the_role_rests(role: Role, section: str) 
     assert before.working == without_optimizer.working == without_both.working
 
 
-def test_an_offloaded_reference_takes_nothing_while_it_rests() -> None:
+def test_an_offloaded_reference_takes_nothing_while_it_is_idle() -> None:
     with_reference = f"{DEEPSEEK} actor_rollout_ref.actor.use_kl_loss=true"
     assert of_role(Role.RefPolicy, with_reference).idle == 2 * 6_910_365_696 // 8
     assert of_role(Role.RefPolicy, f"{with_reference} actor_rollout_ref.ref.fsdp_config.param_offload=true").idle == 0
 
 
 def test_checkpointing_keeps_every_layers_input_instead_of_its_activations() -> None:
-    assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=False) == 7 * (2 * 208 + 64)
-    assert kept_activation_bytes(TINY, 7, packed=True, checkpointing=True) == 7 * (2 * 2 * 8 + 64)
+    kept, recomputed = (trained(num_tokens=1000, num_logit_tokens=1000, recomputes=again) for again in (False, True))
+    assert kept.activations == 1000 * (2 * 208 + 64)
+    assert recomputed.activations == 1000 * (2 * 2 * 8 + 64 + 208 + 2 * (2 * 8 + 16)), "one layer is recomputed"
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert least_of(Role.Actor, f"{DEEPSEEK} {key}=false").activations > 5 * least_of(Role.Actor, DEEPSEEK).activations
 
@@ -455,8 +443,8 @@ def test_a_chosen_micro_batch_leaves_a_part_of_the_room_free() -> None:
     (pool,) = estimate(LONG, 20).pools.values()
     held = held_model(config, Role.Actor, 1)
     others = sum(memory.idle for role, memory in pool.roles.items() if role is not Role.Actor)
-    room = 20 * GIB - PROCESS_OVERHEAD_BYTES - others - held.resting.working
-    assert pool.roles[Role.Actor].working - held.resting.working <= USABLE * room
+    room = 20 * GIB - PROCESS_OVERHEAD_BYTES - others - held.loaded.working
+    assert pool.roles[Role.Actor].working - held.loaded.working <= USABLE * room
 
 
 def test_a_size_that_the_user_wrote_is_never_changed() -> None:
@@ -523,7 +511,7 @@ def test_a_model_that_no_engine_here_runs_is_refused_by_the_plan(
 def test_heads_that_tensor_parallelism_does_not_divide_are_refused_by_the_plan(rolepool: Callable[..., Any]) -> None:
     outcome = rolepool("plan", QWEN, "actor_rollout_ref.rollout.tensor_model_parallel_size=4")
     assert outcome.code == 2
-    assert "tensor_model_parallel_size=4: cannot divide the model's 14 heads" in outcome.err
+    assert "tensor_model_parallel_size=4: cannot split the model's 14 heads" in outcome.err
     assert "use 1 or 2" in outcome.err
 
 
@@ -549,14 +537,14 @@ def test_a_model_is_found_by_its_hub_id_in_the_local_cache(
     [
         ("not json", "cannot be read"),
         ("[1]", "is not a JSON object"),
-        ({}, "'hidden_size' is missing"),
-        ({**LLAMA_2_7B, "vocab_size": None}, "'vocab_size' is missing"),
-        ({**LLAMA_2_7B, "hidden_size": "wide"}, "hidden_size=wide is missing or of another type"),
-        ({**LLAMA_2_7B, "hidden_size": -4096}, "hidden_size=-4096 is missing or of another type"),
-        ({**LLAMA_2_7B, "hidden_size": 10**400}, "is missing or of another type"),
-        ({**LLAMA_2_7B, "hidden_size": float("inf")}, "hidden_size=inf is missing or of another type"),
-        ({**LLAMA_2_7B, "num_attention_heads": 0}, "'num_attention_heads' is missing"),
-        ({**LLAMA_2_7B, "num_hidden_layers": True}, "num_hidden_layers=True is missing or of another type"),
+        ({}, "hidden_size=None must be an integer over 0"),
+        ({**LLAMA_2_7B, "vocab_size": None}, "vocab_size=None must be an integer over 0"),
+        ({**LLAMA_2_7B, "hidden_size": "wide"}, "hidden_size=wide must be an integer over 0"),
+        ({**LLAMA_2_7B, "hidden_size": -4096}, "hidden_size=-4096 must be an integer over 0"),
+        ({**LLAMA_2_7B, "hidden_size": 10**400}, "must be an integer over 0"),
+        ({**LLAMA_2_7B, "hidden_size": float("inf")}, "hidden_size=inf must be an integer over 0"),
+        ({**LLAMA_2_7B, "num_attention_heads": 0}, "num_attention_heads=None must be an integer over 0"),
+        ({**LLAMA_2_7B, "num_hidden_layers": True}, "num_hidden_layers=True must be an integer over 0"),
     ],
 )
 def test_a_config_that_describes_no_decoder_is_unknown_with_the_reason(
@@ -589,7 +577,9 @@ def test_what_does_not_fit_is_a_warning(rolepool: Callable[..., Any]) -> None:
     assert outcome.code == 0
     assert outcome.err == ""
     assert "GiB, does not fit" in outcome.out
-    assert re.search(r"warning: global_pool does not fit by \d+\.\d GiB, while \w+ works \(an estimate; ", outcome.out)
+    assert re.search(
+        r"warning: global_pool does not fit by \d+\.\d GiB while \w+ computes \(an estimate; ", outcome.out
+    )
 
 
 def test_what_does_not_fit_is_refused_with_strict(rolepool: Callable[..., Any]) -> None:
@@ -652,7 +642,7 @@ def test_where_nothing_helps_the_plan_says_so(rolepool: Callable[..., Any]) -> N
     alone = ("trainer.n_gpus_per_node=1", "placement.strategy=split", "placement.split.share=0.5", "--gpu-memory", "20")
     outcome = rolepool("plan", DEEPSEEK, *alone)
     assert outcome.code == 0
-    assert "  nothing tried here brings it down; use more GPUs or a smaller model" in outcome.out
+    assert "  no change that was tried helps; use more GPUs or a smaller model" in outcome.out
 
 
 def test_what_fits_gets_no_advice(rolepool: Callable[..., Any]) -> None:

@@ -138,9 +138,9 @@ def test_any_config_on_any_inventory_gives_a_plan_that_holds_or_a_rolepool_error
     event(f"{strategy}: placed")
     asked_for = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
     assert_holds(plan, asked_for if inventory is None else inventory)
-    needed, left_out = needed_roles(config)
+    needed, unused = needed_roles(config)
     assert set(plan.roles) == set(needed)
-    assert plan.left_out == left_out
+    assert plan.unused_roles == unused
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert all("\n" not in problem for problem in find_problems(config, plan))
     assert set(estimate_memory(config, plan, 2**34).unknown) == set(plan.roles)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rolepool.config import load_config
 from rolepool.data.demo import Demo, make_demo
 from rolepool.errors import DataError, RolepoolError
-from rolepool.placement.memory import cache_room
+from rolepool.placement.estimate import cache_room
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import same_tensor
 from rolepool.protocol.ragged import flat_values, lengths_of, split_tokens

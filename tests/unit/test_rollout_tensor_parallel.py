@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from engine_contract import ROUNDING, check_weight_updates
 from rolepool.errors import ConfigError, DataError, RolepoolError
-from rolepool.placement.engines import why_not_parallel
+from rolepool.placement.models import why_not_parallel
 from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 from same_tokens import noise_on_logits, token_ids
@@ -85,7 +85,7 @@ def make_part(name: str, size: int, rank: int, seed: int = 0) -> tuple[Any, Shar
 def test_parts_are_views_that_make_up_the_whole(heads: int, kv_heads: int, size: int, name: str) -> None:
     model = make_model(name, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=24, head_dim=4)
     if heads % size or (kv_heads % size and size % kv_heads):
-        with pytest.raises(ConfigError, match=f"tensor_model_parallel_size={size}: cannot divide"):
+        with pytest.raises(ConfigError, match=f"tensor_model_parallel_size={size}: cannot split"):
             Shard(model.config, size, 0)
         return
     shards = [Shard(model.config, size, rank) for rank in range(size)]

@@ -25,7 +25,7 @@ from rolepool.cluster.calls import reason_of
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
-from rolepool.placement.slots import Slot
+from rolepool.placement.pools import Slot
 from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.models.compiling import compiled_for_weight
 from rolepool.models.packing import TokenRows
-from rolepool.placement.memory import LOGITS_AT_ONCE
+from rolepool.placement.estimate import LOGITS_AT_ONCE
 
 TOKEN_SCORES = "token_scores"
 """The method that `add_token_scores` gives a model. Sharding gathers weights for it as it does for `forward`."""

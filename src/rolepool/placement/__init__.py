@@ -1,4 +1,4 @@
-"""Placement: which roles live in which pools on which GPUs. Pure data and arithmetic, no torch, no ray."""
+"""Placement: which roles are in which pools on which GPUs. Only data and arithmetic, no torch, no ray."""
 
 from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.pools import ResourcePool, ResourcePoolManager

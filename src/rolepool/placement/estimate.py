@@ -1,41 +1,42 @@
-"""What every pool takes of a GPU, and how large micro-batches are.
+"""The memory estimate: how many bytes every role and every pool need on one GPU, and how large micro-batches are.
 
-Owns the choice of every micro-batch size that the user left open, and of keeping activations if there is room. It is
-made once, here, from the GPU's memory: `plan` shows it and the workers follow it. The estimate advises and never stops
-a run.
+Owns the formulas, which docs/placement.md derives, and the choice of every micro-batch size that the config leaves
+open and of keeping activations. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers
+follow it. A plan that does not fit is a warning and never stops a run.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rolepool.config import Config
-from rolepool.config.model_keys import FsdpConfig, PolicyModelConfig
-from rolepool.placement.checks import data_parallel_size
-from rolepool.placement.memory import (
-    PROCESS_OVERHEAD_BYTES,
-    HeldModel,
-    RoleMemory,
-    cache_room,
-    rollout_role,
-    rollout_weight_bytes,
-)
+from rolepool.config.model_keys import FsdpConfig
+from rolepool.placement.checks import data_parallel_size, longest_row, model_of
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Operation, Role
+from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role
 
+GIB = 2**30
+BF16, FP32 = 2, 4
+LOGITS_AT_ONCE = 2**28
+"""Most logits that exist at the same time: enough to keep a GPU busy, and small compared with activations."""
+PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
+"""Memory of a process in addition to torch's tensors: CUDA context, code, communication buffers, fragmentation."""
 MOST_TOKENS = 16_384
-"""Tokens of a micro-batch whose size the user left open: enough to keep a GPU busy, if they fit."""
+"""Tokens of a micro-batch whose size the config leaves open, if they fit: enough to keep a GPU busy."""
 TOKENS_STEP = 1024
-"""The choice tries sizes that differ by this many tokens."""
+"""The sizes that are tried differ by this many tokens."""
 USABLE = 0.8
-"""The part of the room that a micro-batch may take. The rest is for what the formulas do not count and for holes
-between the blocks of the allocator."""
+"""The part of the free memory that a micro-batch may use. The rest is for what the formulas do not count and for
+fragmentation."""
 MASK_BYTES = 3
 """For each pair of tokens of a padded row: a boolean, and the 16-bit number that it becomes."""
+
+
+# Micro-batches
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,271 @@ class MicroBatch:
     rows: int | None
     tokens: int
     is_chosen: bool
-    """Whether the user left the size open."""
+    """Whether the config leaves the size open."""
     recomputes: bool | None
     """Whether the backward pass recomputes activations; None if there is no backward pass."""
 
     def most_rows(self, num_rows: int, length: int) -> int:
-        """Rows of the largest micro-batch if all rows have `length` tokens. By tokens, all are about as large."""
+        """Rows of the largest micro-batch if all rows have `length` tokens. Under a token limit all are about equal."""
         if self.rows is not None:
             return min(self.rows, num_rows)
         count = -(-num_rows // max(1, self.tokens // length))
         return -(-num_rows // count)
 
 
+def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
+    """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
+    sizes: dict[str, MicroBatch] = {}
+    for operation, keys in ROLE_SPECS[role].batched:
+        by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
+        sizes[operation.name] = MicroBatch(
+            keys,
+            rows=None if by_tokens else rows,
+            tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role)),
+            is_chosen=not by_tokens and rows is None,
+            recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
+        )
+    return sizes
+
+
+# One role
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """A role's bytes on one GPU while it computes, and the bytes that stay while another role of the pool computes."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kv_cache: int = 0
+    activations: int = 0
+    logits: int = 0
+    idle: int = 0
+
+    @property
+    def working(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.kv_cache + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model as a role holds it on one GPU, and the memory and the choice of its micro-batches."""
+
+    shape: ModelShape
+    num_params: int
+    num_shards: int
+    length: int = 1
+    """Tokens of the longest row."""
+    logit_share: Fraction = Fraction(0)
+    """The part of a micro-batch's tokens that have logits."""
+    packed: bool = False
+    trained: bool = False
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Says what is moved to host memory while another role computes."""
+
+    @property
+    def loaded(self) -> RoleMemory:
+        """Memory before a micro-batch starts: sharded weights, in fp32 with two Adam states if the model is trained, in
+        16 bits otherwise."""
+        weights = (FP32 if self.trained else BF16) * self.num_params // self.num_shards
+        optimizer = 2 * FP32 * self.num_params // self.num_shards if self.trained else 0
+        idle = (0 if self.fsdp.param_offload else weights) + (0 if self.fsdp.optimizer_offload else optimizer)
+        return RoleMemory(weights=weights, optimizer=optimizer, idle=idle)
+
+    @property
+    def outside_params(self) -> int:
+        """Parameters that are in no layer: embedding, last norm and head, which are gathered together."""
+        return self.num_params - self.shape.num_layers * self.shape.layer_params
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Unsharded 16-bit weights: those outside the layers for the whole pass, the current layer and the next one."""
+        return BF16 * (self.outside_params + 2 * self.shape.layer_params)
+
+    @property
+    def layer_activation_bytes(self) -> int:
+        """What one layer keeps of a token for its backward pass, in 16 bits: the inputs of norms, projections and MLP.
+
+        Layers of packed rows are compiled and recompute some of it; for other rows, norms also keep fp32 inputs.
+        """
+        num_hidden, num_mlp = (4, 3) if self.packed else (8, 4)
+        shape = self.shape
+        return BF16 * (num_hidden * shape.hidden_size + shape.attention_width + num_mlp * shape.mlp_width)
+
+    def training(self, num_tokens: int, *, recomputes: bool, accumulates: bool) -> RoleMemory:
+        """The peak of an update. Weights, gradients and Adam states are fp32 and sharded; compute is in 16 bits.
+
+        Sharded layers are gathered again for their backward pass; on one GPU each layer keeps its 16-bit copy for it.
+        With `accumulates` a mini-batch has several micro-batches, and gradients of earlier ones exist all the time.
+        """
+        shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
+        gradients = loaded.weights
+        earlier = gradients if accumulates else 0
+        keeps_copies = self.num_shards == 1 and not recomputes
+        copies = BF16 * self.num_params if keeps_copies else self.gathered_bytes
+        one_layer = num_tokens * self.layer_activation_bytes
+        # After the forward pass: all layers' activations, or only their inputs; and those of the last norm, which is
+        # not compiled: its input in fp32, and 16-bit outputs before and after its weights.
+        kept = shape.num_layers * (num_tokens * BF16 * shape.hidden_size if recomputes else one_layer)
+        kept += num_tokens * (FP32 + 2 * BF16) * shape.hidden_size
+        layer_gradients = num_tokens * BF16 * (2 * shape.hidden_size + shape.mlp_width)
+        head = head_gradient = 0
+        if num_logit_tokens:
+            head_gradient = BF16 * shape.embedding_params
+            # The head's gradient in fp32, logits (their gradients replace them), hidden states and their gradients.
+            hidden = 2 * BF16 * num_logit_tokens * shape.hidden_size
+            head = FP32 * shape.embedding_params + self._logit_bytes(num_logit_tokens) + hidden
+        outside, outside_shard = FP32 * self.outside_params, FP32 * self.outside_params // self.num_shards
+        # Gradients, activations and logits in the backward pass of the head, of the last layer and of the first layer.
+        moments = (
+            (earlier, kept, head),
+            (earlier, kept + layer_gradients + (one_layer if recomputes else 0), head_gradient),
+            (max(earlier, gradients - outside_shard), one_layer + layer_gradients, head_gradient),
+        )
+        in_pass = replace(loaded, weights=loaded.weights + copies)
+        peaks = [
+            replace(in_pass, gradients=gradient_bytes, activations=activation_bytes, logits=logit_bytes)
+            for gradient_bytes, activation_bytes, logit_bytes in moments
+        ]
+        # The embedding's fp32 gradient, before it is reduced over ranks and added to earlier ones.
+        at_embedding = gradients + outside + (outside_shard if accumulates else 0)
+        return max(*peaks, replace(loaded, gradients=at_embedding), key=lambda memory: memory.working)
+
+    def scoring(self, num_tokens: int) -> RoleMemory:
+        """The peak of a forward pass: in the MLP of a layer, or at the logits after the last layer."""
+        shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
+        gathered = self.gathered_bytes if self.trained or self.num_shards > 1 else 0
+        optimizer = 0 if self.fsdp.optimizer_offload else loaded.optimizer
+        in_pass = replace(loaded, weights=loaded.weights + gathered, optimizer=optimizer)
+        in_mlp = BF16 * num_tokens * (2 * shape.hidden_size + 3 * shape.mlp_width)
+        after = BF16 * (num_tokens + num_logit_tokens) * shape.hidden_size
+        at_logits = replace(in_pass, activations=after, logits=self._logit_bytes(num_logit_tokens))
+        return max(replace(in_pass, activations=in_mlp), at_logits, key=lambda memory: memory.working)
+
+    def _logit_bytes(self, num_logit_tokens: int) -> int:
+        return BF16 * min(num_logit_tokens * self.shape.vocab_size, LOGITS_AT_ONCE)
+
+    def memory(self, size: MicroBatch, num_rows: int, num_tokens: int) -> RoleMemory:
+        """The peak of an operation on `num_rows` rows, whose micro-batches have up to `num_tokens` tokens."""
+        if size.recomputes is None:
+            memory = self.scoring(num_tokens)
+        else:
+            accumulates = num_tokens < num_rows * self.length
+            memory = self.training(num_tokens, recomputes=size.recomputes, accumulates=accumulates)
+        mask = 0 if self.packed else MASK_BYTES * num_tokens * self.length
+        return replace(memory, activations=memory.activations + mask)
+
+    def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
+        """The size in the config, or the largest that fits if it is open; and activations are kept if they fit."""
+
+        def fits(size: MicroBatch) -> bool:
+            """Whether micro-batches with any mix of lengths fit."""
+            loaded = self.loaded.working
+            num_tokens = min(num_rows * self.length, size.tokens if size.rows is None else size.rows * self.length)
+            if room is None or room <= loaded:
+                return room is None
+            return self.memory(size, num_rows, num_tokens).working - loaded <= USABLE * (room - loaded)
+
+        if size.is_chosen:
+            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
+            first = bisect_left(candidates, True, key=lambda tokens: fits(replace(size, tokens=tokens)))
+            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
+        kept = replace(size, recomputes=False)
+        # The formulas for kept activations were measured with packed rows only.
+        return kept if size.recomputes and self.packed and fits(kept) else size
+
+
+def cache_room(share_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:
+    """Most bytes of the KV cache. Weights and cache may use `utilization` of the process's share of the GPU, and the
+    cache at most that part of the free memory, because prefill needs memory too."""
+    return max(0, int(min(share_bytes * utilization - weights_bytes, free_bytes * utilization)))
+
+
+def generation_memory(
+    config: Config, shape: ModelShape, num_sequences: int, limit: int | None, room: int | None
+) -> RoleMemory:
+    """16-bit weights and a KV cache for all sequences at once, or for as many as fit, at least one.
+
+    Tensor parallelism splits the layers; embedding and head are whole on every rank. If there are fewer key-value heads
+    than tensor-parallel ranks, several ranks hold the same head. The peak is in an MLP of the prefill, or at the logits
+    of the first tokens. The logits of later tokens stay with the CUDA graph of the decode step.
+    """
+    keys, prompt_tokens = config.actor_rollout_ref.rollout, config.data.max_prompt_length
+    num_ranks = keys.tensor_model_parallel_size
+    layers = shape.num_layers * shape.layer_params
+    weights = BF16 * (shape.num_params - layers + layers // num_ranks)
+    sequence_tokens = prompt_tokens + config.data.max_response_length
+    one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(num_ranks, shape.num_kv_heads)
+    kv_cache = num_sequences * one_sequence
+    if limit is not None and room is not None:
+        most = cache_room(limit, room - weights, weights, keys.gpu_memory_utilization)
+        kv_cache = min(kv_cache, max(one_sequence, most))
+    logits = BF16 * num_sequences * shape.vocab_size
+    # A layer's gated features still exist when the next layer computes its own.
+    inner = (shape.attention_width + 4 * shape.mlp_width) // num_ranks
+    prefill_tokens = min(num_sequences * prompt_tokens, keys.max_num_batched_tokens)
+    return RoleMemory(
+        weights=weights,
+        kv_cache=kv_cache,
+        activations=max(BF16 * prefill_tokens * (2 * shape.hidden_size + inner), logits),
+        logits=logits,
+        idle=weights + logits + (0 if keys.free_cache_engine else kv_cache),
+    )
+
+
+def shape_of(config: Config, role: Role) -> ModelShape:
+    """The shape of a role's model. Raises ShapeUnknown."""
+    return read_shape(*model_of(config, role))
+
+
+def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
+    """The model of a role that computes in micro-batches, in a pool of `world_size` processes. Raises ShapeUnknown."""
+    spec, shape = ROLE_SPECS[role], shape_of(config, role)
+    fsdp = FsdpConfig(**config.at(spec.fsdp).model_dump()) if spec.fsdp else FsdpConfig()
+    num_response_tokens = 0 if spec.has_scalar_head else config.data.max_response_length
+    return HeldModel(
+        shape,
+        shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
+        num_shards=world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+        length=longest_row(config, role),
+        logit_share=Fraction(num_response_tokens, config.data.max_prompt_length + config.data.max_response_length),
+        packed=spec.can_pack and config.at(spec.model).use_remove_padding,
+        trained=spec.is_trained,
+        fsdp=fsdp,
+    )
+
+
+def _role_memory(
+    config: Config, plan: Plan, role: Role, limit: int | None, room: int | None
+) -> tuple[RoleMemory, dict[str, MicroBatch]]:
+    """The memory of a role and its micro-batches, in a pool that has `limit` bytes of each GPU, `room` of them free.
+
+    Without room it is the least memory that the role needs. Raises ShapeUnknown.
+    """
+    spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
+    num_parts = data_parallel_size(config, plan, role)
+    batch_rows = -(-config.data.train_batch_size * rollout.n // num_parts)
+    if not spec.batched:
+        num_sequences = min(batch_rows, rollout.max_num_seqs)
+        return generation_memory(config, shape_of(config, role), num_sequences, limit, room), {}
+    held = held_model(config, role, plan.pool_of(role).world_size)
+    memories, sizes = [], default_micro_batches(config, role)
+    for operation, size in sizes.items():
+        num_rows = batch_rows
+        if size.recomputes is not None:
+            num_rows = -(-config.at(spec.section).ppo_mini_batch_size * rollout.n // num_parts)
+        sizes[operation] = chosen = held.choose(size, num_rows, room)
+        memories.append(held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length)))
+    return max(memories, key=lambda memory: memory.working), sizes
+
+
+# All pools
+
+
 @dataclass(frozen=True)
 class PoolMemory:
-    """What the pool's process takes at its worst moment."""
+    """The peak memory of a pool's process."""
 
     roles: dict[Role, RoleMemory]
     peak: int
@@ -68,190 +319,55 @@ class PoolMemory:
     least: int
     """The peak with the smallest micro-batches, recomputed activations and a cache for one sequence."""
     limit: int | None
+    """The pool's share of the GPU; None if the GPU's memory is not known."""
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak stays within the GPU; None if its memory is not known."""
-        return None if self.limit is None else self.peak <= self.limit
+    def excess(self) -> int:
+        """Bytes by which the peak is over the limit."""
+        return 0 if self.limit is None else max(0, self.peak - self.limit)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of each pool, the micro-batches of each operation, and why a role's model is not known."""
+    """The memory of each pool, the micro-batches of each operation, and why a role's memory is not known."""
 
     pools: dict[str, PoolMemory]
     micro_batches: dict[str, MicroBatch]
     unknown: dict[Role, str]
 
+    @property
+    def excess(self) -> int:
+        """The most bytes by which a pool is over its limit."""
+        return max((pool.excess for pool in self.pools.values()), default=0)
+
 
 def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
-    """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of it. If it is not
-    known, micro-batches are chosen as for a GPU with enough room."""
-    pools: dict[str, PoolMemory] = {}
-    micro_batches: dict[str, MicroBatch] = {}
-    unknown: dict[Role, str] = {}
+    """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of it. If it is None,
+    micro-batches are chosen for a GPU with enough memory."""
+    estimate = MemoryEstimate({}, {}, {})
     for name, pool in plan.pools.items():
         limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
         least: dict[Role, RoleMemory] = {}
         for role in pool.roles:
+            estimate.micro_batches.update(default_micro_batches(config, role))
             try:
                 least[role], _ = _role_memory(config, plan, role, limit, room=0)
             except ShapeUnknown as reason:
-                unknown[role] = str(reason)
-                micro_batches.update(default_micro_batches(config, role))
+                estimate.unknown[role] = str(reason)
         idle, chosen = sum(memory.idle for memory in least.values()), {}
         for role, memory in least.items():
             room = None if limit is None else limit - PROCESS_OVERHEAD_BYTES - (idle - memory.idle)
             chosen[role], sizes = _role_memory(config, plan, role, limit, room)
-            micro_batches.update(sizes)
+            estimate.micro_batches.update(sizes)
         if chosen.keys() == set(pool.roles):
-            pools[name] = combine(chosen, least, limit)
-    return MemoryEstimate(pools, micro_batches, unknown)
-
-
-def combine(roles: Mapping[Role, RoleMemory], least: Mapping[Role, RoleMemory], limit: int | None) -> PoolMemory:
-    """The largest sum counts."""
-    peaks = peak_by_role(roles)
-    worst = max(peaks, key=lambda role: peaks[role])
-    return PoolMemory(dict(roles), peaks[worst], worst, max(peak_by_role(least).values()), limit)
+            peaks = peak_by_role(chosen)
+            peak_role = max(peaks, key=lambda role: peaks[role])
+            most_of_least = max(peak_by_role(least).values())
+            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, most_of_least, limit)
+    return estimate
 
 
 def peak_by_role(roles: Mapping[Role, RoleMemory]) -> dict[Role, int]:
-    """Bytes of a pool's process while each role is active: its working bytes, and the idle ones of the others."""
+    """Bytes of a pool's process while each role computes: its working bytes and the idle bytes of the others."""
     idle = sum(memory.idle for memory in roles.values())
     return {role: PROCESS_OVERHEAD_BYTES + memory.working + idle - memory.idle for role, memory in roles.items()}
-
-
-def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
-    """The micro-batches of a role that runs without a plan."""
-    return {operation.name: _as_written(config, role, operation, keys) for operation, keys in ROLE_SPECS[role].batched}
-
-
-def _role_memory(
-    config: Config, plan: Plan, role: Role, limit: int | None, room: int | None
-) -> tuple[RoleMemory, dict[str, MicroBatch]]:
-    """The memory of a role, and its micro-batches, in a pool that has `limit` bytes of each GPU and leaves it `room`.
-
-    No room gives the least that the role can take. Raises ShapeUnknown.
-    """
-    spec = ROLE_SPECS[role]
-    if not spec.batched:
-        return _generation_memory(config, plan, role, limit, room), {}
-    held = held_model(config, role, plan.pool_of(role).world_size)
-    taken, sizes = [], {}
-    for operation, keys in spec.batched:
-        prompts = config.at(spec.section).ppo_mini_batch_size if operation.trains else config.data.train_batch_size
-        work = _Work(operation, held, _rows(config, plan, role, prompts), _length(config, role))
-        size = work.choose(_as_written(config, role, operation, keys), room)
-        sizes[operation.name] = size
-        taken.append(work.memory(size, work.length * size.most_rows(work.num_rows, work.length)))
-    return max(taken, key=lambda memory: memory.working), sizes
-
-
-@dataclass(frozen=True)
-class _Work:
-    """An operation on the rows of one GPU: of a mini-batch if it trains, of the whole batch otherwise."""
-
-    operation: Operation
-    held: HeldModel
-    num_rows: int
-    length: int
-
-    def choose(self, size: MicroBatch, room: int | None) -> MicroBatch:
-        """The size as it is written, or the largest that fits if it is open; and activations are kept if they fit."""
-        if size.is_chosen:
-            candidates = [*range(size.tokens, self.length, -TOKENS_STEP), self.length]
-            first = bisect_left(candidates, True, key=lambda tokens: self._fits(replace(size, tokens=tokens), room))
-            size = replace(size, tokens=candidates[min(first, len(candidates) - 1)])
-        if not size.recomputes:
-            return size
-        kept = replace(size, recomputes=False)
-        # The formulas for kept activations were measured with packed rows only.
-        return kept if self.held.packed and self._fits(kept, room) else size
-
-    def _fits(self, size: MicroBatch, room: int | None) -> bool:
-        """Whether micro-batches of any mix of lengths fit."""
-        resting = self.held.resting.working
-        if room is None or room <= resting:
-            return room is None
-        most = self.num_rows * self.length
-        num_tokens = min(most, size.tokens if size.rows is None else size.rows * self.length)
-        return self.memory(size, num_tokens).working - resting <= USABLE * (room - resting)
-
-    def memory(self, size: MicroBatch, num_tokens: int) -> RoleMemory:
-        if self.operation.trains:
-            held = replace(self.held, checkpointing=bool(size.recomputes))
-            taken = held.training(num_tokens, accumulates=num_tokens < self.num_rows * self.length)
-        else:
-            taken = self.held.scoring(num_tokens)
-        mask = 0 if self.held.packed else MASK_BYTES * num_tokens * self.length
-        return replace(taken, activations=taken.activations + mask)
-
-
-def held_model(config: Config, role: Role, world_size: int) -> HeldModel:
-    """The model of a role that works in micro-batches, in a pool of so many processes. Raises ShapeUnknown."""
-    spec = ROLE_SPECS[role]
-    shape = shape_of(config, role)
-    fsdp = config.at(spec.fsdp) if spec.fsdp else FsdpConfig()
-    sharding = fsdp if isinstance(fsdp, FsdpConfig) else FsdpConfig(param_offload=fsdp.param_offload)
-    length = config.data.max_prompt_length + config.data.max_response_length
-    return HeldModel(
-        shape,
-        shape.num_scalar_head_params if spec.has_scalar_head else shape.num_params,
-        num_shards=world_size if sharding.fsdp_size == -1 else sharding.fsdp_size,
-        logit_share=Fraction(0 if spec.has_scalar_head else config.data.max_response_length, length),
-        packed=spec.can_pack and config.at(spec.model).use_remove_padding,
-        checkpointing=spec.is_trained and config.at(spec.model).enable_gradient_checkpointing,
-        trained=spec.is_trained,
-        offload=sharding,
-    )
-
-
-def _as_written(config: Config, role: Role, operation: Operation, keys: MicroBatchKeys) -> MicroBatch:
-    """As the keys have it. A size that they leave open is the largest that would be chosen."""
-    by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
-    return MicroBatch(
-        keys,
-        rows=None if by_tokens else rows,
-        tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, _length(config, role)),
-        is_chosen=not by_tokens and rows is None,
-        recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
-    )
-
-
-def _generation_memory(config: Config, plan: Plan, role: Role, limit: int | None, room: int | None) -> RoleMemory:
-    """The engine takes a part of the GPU for weights and cache, and at most the same part of what is free for the
-    cache."""
-    keys = config.actor_rollout_ref.rollout
-    shape = shape_of(config, role)
-    num_rows = min(_rows(config, plan, role, config.data.train_batch_size), keys.max_num_seqs)
-    weights = rollout_weight_bytes(shape, keys.tensor_model_parallel_size)
-    return rollout_role(
-        shape,
-        tensor_parallel=keys.tensor_model_parallel_size,
-        num_sequences=num_rows,
-        sequence_tokens=_length(config, role),
-        prefill_tokens=min(num_rows * config.data.max_prompt_length, keys.max_num_batched_tokens),
-        cache_bytes=None
-        if limit is None or room is None
-        else cache_room(limit, room - weights, weights, keys.gpu_memory_utilization),
-        free_cache=keys.free_cache_engine,
-    )
-
-
-def shape_of(config: Config, role: Role) -> ModelShape:
-    """The shape of a role's model. Raises ShapeUnknown."""
-    model = config.at(ROLE_SPECS[role].model)
-    return read_shape(model.path, model.override_config if isinstance(model, PolicyModelConfig) else None)
-
-
-def _length(config: Config, role: Role) -> int:
-    """Tokens of the longest row that a role reads."""
-    whole = config.data.max_prompt_length + config.data.max_response_length
-    key = ROLE_SPECS[role].max_length
-    return min(whole, config.at(key) or whole) if key is not None else whole
-
-
-def _rows(config: Config, plan: Plan, role: Role, num_prompts: int) -> int:
-    """Sequences on one GPU, or on a group of tensor-parallel ones."""
-    return -(-num_prompts * config.actor_rollout_ref.rollout.n // data_parallel_size(config, plan, role))

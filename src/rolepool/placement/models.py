@@ -1,6 +1,7 @@
-"""The shape of a model, read from its config.json: what memory estimates are computed from.
+"""What a model's config.json says before a process starts: its shape, its parameters, and whether it can be run.
 
-Owns finding the file (a folder, or the local Hugging Face cache; nothing is ever downloaded) and counting parameters.
+Owns finding the file (in a folder, or in the local Hugging Face cache; nothing is ever downloaded), counting
+parameters, and which models the native rollout engine can run. The engine itself is in `rolepool.rollout`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolepool.errors import RolepoolError
+from rolepool.errors import RolepoolError, one_line
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings in which a position's angles do not depend on the longest sequence of the batch."""
 
 
-class ShapeUnknown(RolepoolError):
-    """The model's shape cannot be told; the message says why."""
+class ShapeUnknown(RolepoolError, ValueError):
+    """The model's shape is not known; the message says why."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with gated MLPs, as Llama, Mistral, Qwen and DeepSeek-LLM are."""
+    """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM."""
 
     hidden_size: int
     num_layers: int
@@ -36,128 +41,126 @@ class ModelShape:
     num_active_experts: int = 1
 
     @property
-    def attention_params(self) -> int:
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv if self.attention_bias else 0)
+    def attention_width(self) -> int:
+        """Numbers per token that attention reads and returns: queries, keys, values and outputs."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     @property
-    def mlp_params(self) -> int:
-        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
-        return 3 * self.hidden_size * self.intermediate_size * self.num_experts + router
+    def mlp_width(self) -> int:
+        """Numbers per token inside the MLP, in all experts that compute the token."""
+        return self.intermediate_size * self.num_active_experts
 
     @property
     def layer_params(self) -> int:
-        return self.attention_params + self.mlp_params + 2 * self.hidden_size
+        """The four projections of attention with their biases, the three of every expert, the router and two norms."""
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
+        router = self.num_experts if self.num_experts > 1 else 0
+        widths = self.attention_width + 3 * self.intermediate_size * self.num_experts + router + 2
+        return self.hidden_size * widths + biases
 
     @property
     def embedding_params(self) -> int:
         return self.vocab_size * self.hidden_size
 
     @property
-    def trunk_params(self) -> int:
-        """All but the output head."""
-        return self.num_layers * self.layer_params + self.embedding_params + self.hidden_size
-
-    @property
     def num_params(self) -> int:
-        """A language model's parameters."""
-        return self.trunk_params + (0 if self.tied_embeddings else self.embedding_params)
+        """Parameters of a language model: layers, embedding, last norm, and an output head if it is not tied."""
+        num_embeddings = 1 if self.tied_embeddings else 2
+        return self.num_layers * self.layer_params + num_embeddings * self.embedding_params + self.hidden_size
 
     @property
     def num_scalar_head_params(self) -> int:
-        """A value or reward model's parameters: the trunk and a head of one output."""
-        return self.trunk_params + self.hidden_size
+        """Parameters of a value or reward model, whose output head has one output."""
+        return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers, in 16 bits."""
+        """Keys and values of one token in all layers, in 16 bits."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
 
 
+def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
+
+    Raises ShapeUnknown with the reason.
+    """
+    if path is None:
+        raise ShapeUnknown("no model path is set")
+    try:
+        files = [Path(path).expanduser() / "config.json"]
+        if not files[0].parent.is_dir():
+            hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+            snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
+            files = sorted(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
+        content = json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
+    if not files:
+        raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
+    if not isinstance(content, dict):
+        raise ShapeUnknown(f"config.json of {path} is not a JSON object")
+    return {**content, **(overrides or {})}
+
+
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of a model folder or of a hub id that lies in the local cache. Raises ShapeUnknown with the reason."""
-    file, content = read_model_file(path, overrides)
+    """The shape of the model at a path, with entries of its config.json replaced. Raises ShapeUnknown."""
+    content = read_model_file(path, overrides)
     try:
-        return _shape_of(content)
-    except (KeyError, TypeError) as error:
-        raise ShapeUnknown(
-            f"{file} does not describe a Llama-like decoder ({error} is missing or of another type)"
-        ) from error
-
-
-def read_num_positions(path: str | None, overrides: Mapping[str, Any] | None = None) -> int:
-    """The tokens that a sequence may have. Raises ShapeUnknown where that is not known."""
-    file, content = read_model_file(path, overrides)
-    try:
-        return num_positions(content)
-    except (KeyError, TypeError) as error:
-        raise ShapeUnknown(f"{file} does not say how many positions the model has ({error})") from error
+        hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
+        return ModelShape(
+            hidden_size=hidden_size,
+            num_layers=_size(content, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_size(content, "num_key_value_heads", default=num_heads),
+            head_dim=_size(content, "head_dim", default=hidden_size // num_heads),
+            intermediate_size=_size(content, "moe_intermediate_size", "intermediate_size"),
+            vocab_size=_size(content, "vocab_size"),
+            tied_embeddings=bool(content.get("tie_word_embeddings", False)),
+            attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
+            num_experts=_size(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
+            num_active_experts=_size(content, "num_experts_per_tok", default=1),
+        )
+    except ValueError as error:
+        raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({error})") from error
 
 
 def num_positions(content: Mapping[str, Any]) -> int:
-    """Of a model with this config: what it says, or as far as its rotary embeddings are stretched."""
-    said = _size(content, "max_position_embeddings", "n_positions")
+    """Most tokens in a sequence of a model with this config.json: its own number, or what its rotary embeddings are
+    scaled to. Raises ValueError or TypeError if the file does not say."""
+    written = _size(content, "max_position_embeddings", "n_positions")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    stretched = rope.get("original_max_position_embeddings", said) * rope.get("factor", 1)
-    return max(said, int(stretched))
-
-
-def read_model_file(path: str | None, overrides: Mapping[str, Any] | None) -> tuple[Path, dict[str, Any]]:
-    """A model's config.json and its content, with entries replaced. Raises ShapeUnknown with the reason."""
-    if path is None:
-        raise ShapeUnknown("no model path is set")
-    file = _find_config(path)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ShapeUnknown(f"{file} cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise ShapeUnknown(f"{file} is not a JSON object")
-    return file, {**content, **(overrides or {})}
-
-
-def _find_config(path: str) -> Path:
-    try:
-        folder = Path(path).expanduser()
-        if (folder / "config.json").is_file():
-            return folder / "config.json"
-        if folder.is_dir():
-            raise ShapeUnknown(f"{path} has no config.json")
-        cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-        snapshots = (cache / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
-        newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ShapeUnknown(f"{path} cannot be looked up ({error})") from error
-    if newest is None:
-        raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
-    return newest
-
-
-def _shape_of(content: dict[str, Any]) -> ModelShape:
-    hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
-    return ModelShape(
-        hidden_size=hidden_size,
-        num_layers=_size(content, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=_size(content, "num_key_value_heads", default=num_heads),
-        head_dim=_size(content, "head_dim", default=hidden_size // num_heads),
-        intermediate_size=_size(content, "moe_intermediate_size", "intermediate_size"),
-        vocab_size=_size(content, "vocab_size"),
-        tied_embeddings=bool(content.get("tie_word_embeddings", False)),
-        attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
-        num_experts=_size(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
-        num_active_experts=_size(content, "num_experts_per_tok", default=1),
-    )
+    scaled = rope.get("original_max_position_embeddings", written) * rope.get("factor", 1)
+    return max(written, int(scaled))
 
 
 def _size(content: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of the entries that is there and not null or 0; models spell "none of these" in all three ways."""
-    name = next((name for name in names if content.get(name)), None)
-    if name is None:
-        if default is None:
-            raise KeyError(names[-1])
-        return default
-    value = content[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise TypeError(f"{name}={value}")
+    """The first of the entries that is not missing, null or 0; models use all three for "there are none"."""
+    name, value = next(((name, content[name]) for name in names if content.get(name)), (names[-1], default))
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ValueError(f"{name}={value} must be an integer over 0")
     return value
+
+
+def why_not_native(content: Mapping[str, Any]) -> str | None:
+    """Why the native engine cannot run the model of a config.json; None if it can, or if the file does not say."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    for what, value, supported in (
+        ("model_type", content.get("model_type") or MODEL_TYPES[0], MODEL_TYPES),
+        ("rotary embeddings of type", rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES),
+    ):
+        if value not in supported:
+            return f"the native rollout engine cannot run {what} {value}; it runs {', '.join(supported)}"
+    return None
+
+
+def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> str | None:
+    """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if it can."""
+    sizes = [ranks for ranks in range(1, num_heads + 1) if num_heads % ranks == 0 and inner_size % ranks == 0]
+    fits = [ranks for ranks in sizes if num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0]
+    if size in fits:
+        return None
+    return (
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: cannot split the model's {num_heads} heads, "
+        f"{num_kv_heads} key-value heads and {inner_size} inner features of the MLP evenly; "
+        f"use {' or '.join(map(str, fits))}"
+    )

@@ -1,103 +1,73 @@
-"""The plan: config and inventory resolved into every role's pool and every pool's exact slots.
+"""The plan: which pool every role is in, and which GPUs every pool has.
 
-Pure data, JSON in and out. Everybody who needs to know where something lives asks the plan.
+Plain data that can be written to JSON and read back. All other code asks the plan where a role is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rolepool.config import Config
-from rolepool.placement.pools import ResourcePoolManager
+from rolepool.errors import PlacementError
+from rolepool.placement.pools import ResourcePool, ResourcePoolManager, take_slots
 from rolepool.placement.roles import Role, home_of, needed_roles
-from rolepool.placement.slots import Slot, place_pools
 from rolepool.placement.strategies import STRATEGIES
 
 
-class PlannedPool(BaseModel):
-    """A pool on its GPUs. The process of rank r holds `slots[r]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    per_node: tuple[int, ...]
-    share: float
-    slots: tuple[Slot, ...]
-    roles: tuple[Role, ...]
-
-    @property
-    def world_size(self) -> int:
-        return len(self.slots)
-
-    @cached_property
-    def counts_by_node(self) -> dict[int, int]:
-        """Number of the pool's processes on each node that has one."""
-        return Counter(slot.node for slot in self.slots)
-
-
 class Plan(BaseModel):
-    """Where every role lives."""
+    """The pool of every role, and the GPUs of every pool."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # plan.json of an older run may hold more
+    model_config = ConfigDict(frozen=True, extra="ignore")  # plan.json of an older run may have other fields
 
     gpus_per_node: tuple[int, ...]
     device: str
-    pools: dict[str, PlannedPool]
+    pools: dict[str, ResourcePool]
     roles: dict[Role, str]
-    left_out: dict[Role, str]
+    unused_roles: dict[Role, str] = Field(default_factory=dict)
+    """The roles that the run does not need, and why."""
     mps: bool = False
     """Whether pools that share GPUs use CUDA MPS."""
 
     @property
     def sharing_pools(self) -> list[str]:
-        """The pools with less than whole GPUs."""
+        """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]
 
-    def pool_of(self, role: Role) -> PlannedPool:
-        """The pool a role lives in; `actor_rollout` where both parts live together."""
+    def pool_of(self, role: Role) -> ResourcePool:
+        """The pool of a role. `actor_rollout` has one if actor and rollout are in the same pool."""
         return self.pools[home_of(role, self.roles)]
 
 
 def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
-    """Resolve the config's placement on the nodes there are.
+    """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
 
-    `gpus_per_node` is the inventory; None stands for exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
-    `take_all` divides the whole inventory instead of what those two keys ask for.
+    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
+    `take_all` divides the whole inventory, not only what those two keys ask for.
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
-    _, left_out = needed_roles(config)
-    return place(manager, inventory, device=config.trainer.device, left_out=left_out, mps=config.placement.mps)
+    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
+    return plan.model_copy(update={"unused_roles": needed_roles(config)[1]})
 
 
 def place(
-    manager: ResourcePoolManager,
-    gpus_per_node: Sequence[int],
-    *,
-    device: str = "auto",
-    left_out: dict[Role, str] | None = None,
-    mps: bool = False,
+    manager: ResourcePoolManager, gpus_per_node: Sequence[int], *, device: str = "auto", mps: bool = False
 ) -> Plan:
-    """Put pools and roles that are written out on the nodes there are."""
-    slots = place_pools(manager.resource_pool_dict.values(), gpus_per_node)
-    pools = {
-        name: PlannedPool(
-            per_node=pool.per_node,
-            share=pool.share,
-            slots=slots[name],
-            roles=tuple(role for role, home in manager.roles.items() if home == name),
-        )
-        for name, pool in manager.resource_pool_dict.items()
-    }
-    return Plan(
-        gpus_per_node=tuple(gpus_per_node),
-        device=device,
-        pools=pools,
-        roles=manager.roles,
-        left_out=left_out or {},
-        mps=mps,
-    )
+    """The plan of pools and roles that are written in Python. Raises PlacementError with every pool that does not
+    fit."""
+    left = [[1.0] * num_gpus for num_gpus in gpus_per_node]
+    pools: dict[str, ResourcePool] = {}
+    problems: list[str] = []
+    for name, pool in manager.resource_pool_dict.items():
+        roles = tuple(role for role, home in manager.roles.items() if home == name)
+        try:
+            pools[name] = replace(pool, slots=take_slots(name, pool, left), roles=roles)
+        except PlacementError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise PlacementError(problems)
+    return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)

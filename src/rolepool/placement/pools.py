@@ -1,52 +1,57 @@
-"""Pools, and which roles live in them, before anybody has asked which GPUs there are.
+"""Pools: which roles they hold, and which GPUs their processes use.
 
-Owns `ResourcePool` and `ResourcePoolManager`, and the names that no pool may have. Does not know nodes or GPUs: `slots`
-finds those.
+Owns `ResourcePool` and `ResourcePoolManager`, the names that a pool must not have, and the rule by which GPUs are
+assigned: pools in order, and in each pool the entries of `per_node` in order. An entry goes to the next node that has
+enough free GPUs, and takes the lowest free GPU numbers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from rolepool.config.run_keys import PoolConfig
 from rolepool.errors import PlacementError
-from rolepool.placement.roles import Role, home_of
+from rolepool.placement.roles import ROLE_SPECS, Role, home_of
 
 DRIVER = "driver"
-"""The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
+"""The pool name in spans of the driver itself, which computes advantages and writes checkpoints."""
 RULE_POOL = "reward_cpu"
-"""The pool of the helper processes that rule rewards run on."""
+"""The pool name of the helper processes that compute rule rewards."""
+SHARE_TOLERANCE = 1e-9
+
+
+class Slot(NamedTuple):
+    """One GPU of one node; on a cluster without GPUs, one CPU slot."""
+
+    node: int
+    gpu: int
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """A named list of processes per node, one GPU (or a `share` of one) each. 0 skips a node."""
+    """A list of processes per node. Each process has one GPU, or a `share` of one. 0 skips a node."""
 
-    name: str
     per_node: tuple[int, ...]
     share: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_node", tuple(self.per_node))
-        if self.name in (DRIVER, RULE_POOL):
-            raise PlacementError(
-                f"placement.pools.{self.name}={list(self.per_node)}: timings use this name for processes beside the "
-                "pools; choose another name"
-            )
-        if any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in self.per_node):
-            raise PlacementError(
-                f"pool {self.name}: {list(self.per_node)} must be whole numbers from 0 on, one per node"
-            )
-        if not any(self.per_node):
-            raise PlacementError(f"pool {self.name}: {list(self.per_node)} must hold at least one process")
-        if not 0 < self.share <= 1:
-            raise PlacementError(f"pool {self.name}: share={self.share} must be over 0 and at most 1")
+    slots: tuple[Slot, ...] = ()
+    """The GPU of the process of each rank; empty before the pool is placed."""
+    roles: tuple[Role, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         return sum(self.per_node)
+
+    @cached_property
+    def counts_by_node(self) -> dict[int, int]:
+        """Number of the pool's processes on each node that has one."""
+        return Counter(slot.node for slot in self.slots)
 
 
 @dataclass(frozen=True)
@@ -55,49 +60,73 @@ class ResourcePoolManager:
 
     resource_pool_spec: Mapping[str, Sequence[int] | Mapping[str, Any]]
     mapping: Mapping[Role, str]
-    resource_pool_dict: dict[str, ResourcePool] = field(init=False)
-    roles: dict[Role, str] = field(init=False)
+    resource_pool_dict: dict[str, ResourcePool] = field(init=False, default_factory=dict)
+    roles: dict[Role, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        strange = [role for role in self.mapping if role not in list(Role)]
-        if strange:
-            raise PlacementError(f"mapping: {strange[0]!r} is no role; there are {', '.join(Role)}")
-        pools = {name: _pool_of(name, spec) for name, spec in self.resource_pool_spec.items()}
-        problems = [
-            f"placement.roles.{Role(role)}={pool}: no such pool; there are {', '.join(pools) or 'none'}"
-            for role, pool in self.mapping.items()
-            if pool not in pools
-        ]
-        roles: dict[Role, str] = {}
-        for role in (role for role in Role if role.parts == (role,)):
-            written = [name for name in self.mapping if role in Role(name).parts]
-            if len(written) > 1:
-                places = " and ".join(f"placement.roles.{Role(name)}={self.mapping[name]}" for name in written)
-                problems.append(f"role {role} is placed twice: {places}; set one of them only")
-            elif written:
-                roles[role] = self.mapping[written[0]]
+        problems: list[str] = []
+        for name, spec in self.resource_pool_spec.items():
+            if name in (DRIVER, RULE_POOL):
+                problems.append(f"placement.pools.{name}: timings already use this name; choose another name")
+            try:
+                pool = PoolConfig.model_validate(spec)
+                self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
+            except ValidationError:
+                problems.append(
+                    f"pool {name}: {spec} must be a list of processes per node such as [2, 2] (integers, at least one "
+                    "of them over 0), or {per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
+                )
+        names = [*ROLE_SPECS, Role.ActorRollout]
+        homes: dict[Role, str] = {}
+        for name, home in self.mapping.items():
+            key = f"placement.roles.{name}={home}"
+            if name not in names:
+                problems.append(f"{key}: there is no role {name}; the roles are {', '.join(names)}")
+                continue
+            if home not in self.resource_pool_spec:
+                problems.append(f"{key}: no such pool; there are {', '.join(self.resource_pool_spec) or 'none'}")
+            for role in Role(name).parts:
+                if role in homes:
+                    problems.append(f"{key}: {role} is also placed in {homes[role]}; set only one pool for it")
+                homes[role] = home
         if problems:
             raise PlacementError(problems)
-        object.__setattr__(self, "resource_pool_dict", pools)
-        object.__setattr__(self, "roles", roles)
+        self.roles.update({role: homes[role] for role in ROLE_SPECS if role in homes})
 
     def create_resource_pool(self) -> None:
-        """Nothing to do: pools exist once the manager does. Kept for launch scripts that call it."""
+        """Do nothing: the pools exist as soon as the manager does. For launch scripts that call it."""
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool of a role."""
         return self.resource_pool_dict[home_of(role, self.roles)]
 
     def get_n_gpus(self) -> int:
-        """Number of processes over all pools."""
+        """Number of processes in all pools."""
         return sum(pool.world_size for pool in self.resource_pool_dict.values())
 
 
-def _pool_of(name: str, spec: Sequence[int] | Mapping[str, Any]) -> ResourcePool:
-    if isinstance(spec, Mapping):
-        if "per_node" not in spec or not spec.keys() <= {"per_node", "share"}:
-            raise PlacementError(f"pool {name}: {dict(spec)} must have per_node and may have share")
-        return ResourcePool(name, **spec)
-    if not isinstance(spec, Sequence) or isinstance(spec, str):
-        raise PlacementError(f"pool {name}: {spec!r} must be a list of processes per node, such as [2, 2]")
-    return ResourcePool(name, tuple(spec))
+def take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple[Slot, ...]:
+    """The slots of a pool, in rank order. Subtracts its shares from `left`, the free part of every GPU of every node.
+
+    Raises PlacementError, and changes nothing, if the pool does not fit.
+    """
+    free = [[gpu for gpu, room in enumerate(gpus) if room >= pool.share - SHARE_TOLERANCE] for gpus in left]
+    slots: list[Slot] = []
+    node = 0
+    for count in pool.per_node:
+        if count:
+            first = node
+            node = next((later for later in range(first, len(free)) if len(free[later]) >= count), len(free))
+            if node == len(free):
+                part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
+                most = max(map(len, free[first:]), default=0)
+                raise PlacementError(
+                    f"Not enough GPUs: {name} needs {count}{part} on node {first} or a later node, and at most {most} "
+                    f"are free there ({len(free)} nodes in all); make the pool smaller, or use more GPUs "
+                    "(trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
+                )
+            slots.extend(Slot(node, gpu) for gpu in free[node][:count])
+        node += 1
+    for slot in slots:
+        left[slot.node][slot.gpu] -= pool.share
+    return tuple(slots)

@@ -1,6 +1,6 @@
-"""The plan as a person reads it, and as data for other programs: all that `rolepool plan` prints.
+"""The plan as text for people and as JSON for programs: everything that `rolepool plan` prints.
 
-Owns the text: a grid of nodes and GPUs, the pools below it, what overlaps, what does not fit. Computes nothing: every
+Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and what does not fit. Computes nothing: every
 figure comes from the plan and the estimate.
 """
 
@@ -12,32 +12,20 @@ from itertools import groupby
 from string import ascii_uppercase
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rolepool.placement.advice import Advice
-from rolepool.placement.estimate import MemoryEstimate, MicroBatch
-from rolepool.placement.memory import GIB, PROCESS_OVERHEAD_BYTES
+from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
 from rolepool.placement.plan import Plan
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MAX_ROWS_ALIKE = 4
-"""Nodes that look the same are shown one by one up to here, and beyond as one row."""
+"""More nodes than this that look the same are shown as one row."""
 MAX_COLUMNS = 16
 WIDTH_OFF_TERMINAL = 120
-
-MEMORY_COLUMNS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "kv_cache": "KV cache",
-    "activations": "activations",
-    "logits": "logits",
-    "working": "at work",
-    "idle": "at rest",
-}
-"""Titles of a role's figures."""
-
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "working", "idle")
+"""The figures of a role that are shown, as `RoleMemory` names them."""
 
 Overlaps = Sequence[tuple[str, str]]
 """Pairs of operations that can run at the same time."""
@@ -47,11 +35,10 @@ def plan_as_json(
     plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, problems: Sequence[str], advice: Sequence[Advice]
 ) -> str:
     """One JSON object: pools, roles, overlaps, memory, problems, advice."""
-    document = plan.model_dump(mode="json") | {"overlaps": overlaps}
     pools = {
         name: {
             "roles": {
-                role: {f"{field}_bytes": getattr(part, field) for field in MEMORY_COLUMNS}
+                role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
                 for role, part in memory.roles.items()
             },
             "overhead_bytes": PROCESS_OVERHEAD_BYTES,
@@ -59,7 +46,7 @@ def plan_as_json(
             "peak_role": memory.peak_role,
             "least_bytes": memory.least,
             "limit_bytes": memory.limit,
-            "fits": memory.fits,
+            "fits": None if memory.limit is None else not memory.excess,
         }
         for name, memory in estimate.pools.items()
     }
@@ -68,22 +55,31 @@ def plan_as_json(
         | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
         for operation, size in estimate.micro_batches.items()
     }
-    document["memory"] = {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown}
-    document["problems"] = list(problems)
-    document["advice"] = [{"override": item.override, "excess_bytes": item.excess} for item in advice]
+    document = plan.model_dump(mode="json") | {
+        "overlaps": overlaps,
+        "memory": {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown},
+        "problems": list(problems),
+        "advice": [{"override": item.override, "excess_bytes": item.excess} for item in advice],
+    }
     return json.dumps(document, indent=2)
 
 
 def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
-    """What to print, in colour where standard output is a terminal."""
+    """The text to print, with colours if standard output is a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH_OFF_TERMINAL
-    parts: list[RenderableType] = [_headline(plan), "", _grid(plan), "", _legend(plan, estimate), ""]
+    nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
+    num_used = len({slot for pool in plan.pools.values() for slot in pool.slots})
+    kind = "CPU slots" if plan.device == "cpu" else "GPUs"
+    title = (
+        f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {num_used} of {sum(plan.gpus_per_node)} {kind} "
+        f"(nodes x {kind}: {nodes})"
+    )
+    parts: list[RenderableType] = [Text(title, style="bold"), "", _grid(plan), "", _pool_table(plan, estimate), ""]
     if estimate.pools and plan.device != "cpu":
         parts.extend([_memory_table(plan, estimate), ""])
-    parts.extend(_notes(plan, overlaps, estimate))
-    parts.extend(_memory_verdict(estimate, advice))
+    parts.extend([*_notes(plan, overlaps, estimate), *_warnings(estimate, advice)])
     with console.capture() as capture:
         console.print(Group(*parts))
     return capture.get().rstrip("\n")
@@ -92,96 +88,74 @@ def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advic
 def _letter(index: int, rank: int | str = "") -> Text:
     """A pool, or one process of it, in the pool's colour."""
     letter = ascii_uppercase[index] if index < 26 else f"P{index}"
-    return Text(f"{letter}{rank}", style=_colour(index))
+    return Text(f"{letter}{rank}", style=COLOURS[index % len(COLOURS)])
 
 
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _headline(plan: Plan) -> Text:
-    nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
-    used = len({slot for pool in plan.pools.values() for slot in pool.slots})
-    kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-    pools = "1 pool" if len(plan.pools) == 1 else f"{len(plan.pools)} pools"
-    return Text(f"{pools} on {used} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})", style="bold")
+def _table(*titles: str, numbers: Sequence[str] = ()) -> Table:
+    """A table without lines: columns of text, and then columns of numbers."""
+    columns = [Column(title, overflow="fold") for title in titles]
+    columns += [Column(title, justify="right") for title in numbers]
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
 
 
 def _grid(plan: Plan) -> Table:
-    """One row a node, one column a GPU; a cell holds pool letter and rank."""
-    holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank."""
+    grid: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node]
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
-            holders.setdefault(slot, []).append((index, rank))
+            grid[slot.node][slot.gpu].append((index, rank))
 
-    def pools_at(node: int) -> list[list[int]]:
-        """The pools on each GPU: nodes with the same look alike."""
-        return [[index for index, _ in holders.get((node, gpu), [])] for gpu in range(plan.gpus_per_node[node])]
+    def pools_on(node: int) -> list[list[int]]:
+        """The pools on each GPU of a node. Nodes with equal lists look the same."""
+        return [[index for index, _ in processes] for processes in grid[node]]
 
     width = max(plan.gpus_per_node)
-    columns = min(width, MAX_COLUMNS)
-    word = "slot" if plan.device == "cpu" else "GPU"
-    table = _table("node", *(f"{word} {gpu}" if columns <= 8 else str(gpu) for gpu in range(columns)))
-    if width > columns:
-        table.add_column(f"... {width - columns} more")
-    for _, group in groupby(range(len(plan.gpus_per_node)), key=pools_at):
+    word = "" if width > 8 else "slot " if plan.device == "cpu" else "GPU "
+    more = [f"... {width - MAX_COLUMNS} more"] if width > MAX_COLUMNS else []
+    table = _table("node", *(f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))), *more)
+    for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         alike = len(nodes) > MAX_ROWS_ALIKE
         for node in nodes[:1] if alike else nodes:
-            row = [_cell(holders.get((node, gpu), []), not alike) for gpu in range(plan.gpus_per_node[node])]
-            table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row[:columns])
+            row = []
+            for processes in grid[node][:MAX_COLUMNS]:
+                letters = [_letter(index, "" if alike else rank) for index, rank in processes]
+                row.append(Text(" ").join(letters) or Text(".", style="dim"))
+            table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row)
     return table
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
-
-
-def _cell(holders: Sequence[tuple[int, int]], with_rank: bool) -> Text:
-    names = [_letter(index, rank if with_rank else "") for index, rank in holders]
-    return Text(" ").join(names) if names else Text(".", style="dim")
-
-
-def _legend(plan: Plan, estimate: MemoryEstimate) -> Table:
+def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     table = _table("", "pool", "processes", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     for index, (name, pool) in enumerate(plan.pools.items()):
+        letter = _letter(index)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
-        table.add_row(
-            _letter(index),
-            Text(name, style=_colour(index)),
-            f"{pool.world_size}{share}",
-            Text(", ".join(pool.roles), style=_colour(index)),
-            _memory_text(plan, estimate, name),
-        )
-    return table
-
-
-def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
-    """GiB per role on one GPU. A pool's peak is one role at work, the others at rest, and the process itself."""
-    table = _table("GiB per GPU")
-    for title in MEMORY_COLUMNS.values():
-        table.add_column(title, justify="right")
-    for index, name in enumerate(plan.pools):
-        for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
-            figures = [getattr(memory, field) / GIB for field in MEMORY_COLUMNS]
-            table.add_row(Text(role, style=_colour(index)), *(f"{figure:.1f}" if figure else "." for figure in figures))
+        roles = Text(", ".join(pool.roles), style=letter.style)
+        memory = _memory_text(plan, estimate, name)
+        table.add_row(letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, memory)
     return table
 
 
 def _memory_text(plan: Plan, estimate: MemoryEstimate, name: str) -> Text:
-    if plan.device == "cpu":
-        return Text("host memory", style="dim")
-    if name not in estimate.pools:
-        return Text("memory unknown", style="dim")
+    if plan.device == "cpu" or name not in estimate.pools:
+        return Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
     memory = estimate.pools[name]
     least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
     if memory.limit is None:
         return Text(f"{memory.peak / GIB:.1f} GiB{least}")
-    verdict, style = ("fits", "green") if memory.fits else ("does not fit", "bold red")
-    return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", (verdict, style), least)
+    verdict = ("does not fit", "bold red") if memory.excess else ("fits", "green")
+    return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", verdict, least)
+
+
+def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
+    """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and the process itself."""
+    table = _table("GiB per GPU", numbers=[column.replace("_", " ") for column in MEMORY_COLUMNS])
+    for index, name in enumerate(plan.pools):
+        for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
+            figures = [getattr(memory, column) / GIB for column in MEMORY_COLUMNS]
+            cells = [f"{figure:.1f}" if figure else "." for figure in figures]
+            table.add_row(Text(role, style=_letter(index).style), *cells)
+    return table
 
 
 def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Text]:
@@ -189,38 +163,36 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
         ("overlap", f"{one} with {', '.join(other for _, other in pairs)}")
         for one, pairs in groupby(overlaps, key=lambda pair: pair[0])
     ] or [("overlap", "none, all operations run one after another")]
-    notes += [("not used", f"{role}, because {reason}") for role, reason in plan.left_out.items()]
+    notes += [("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()]
     if plan.device != "cpu":
-        texts = {operation: _size_text(size) for operation, size in estimate.micro_batches.items()}
-        for text in dict.fromkeys(texts.values()):
-            names = ", ".join(operation for operation in texts if texts[operation] == text)
-            notes.append(("micro-batches", f"{names}: {text}"))
+        names: dict[tuple[str, str], list[str]] = {}
+        for operation, size in estimate.micro_batches.items():
+            amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
+            chosen = " (chosen)" if size.is_chosen else ""
+            activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
+            names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(operation)
+        for role, reason in estimate.unknown.items():
+            names.setdefault(("memory unknown", reason), []).append(role)
+        notes += [(title, f"{', '.join(names[title, text])}: {text}") for title, text in names]
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            unbounded = "the GPU's memory is not known, so sizes are those of a GPU with enough room; give --gpu-memory"
-            notes.append(("memory", unbounded))
+            unlimited = "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
+            notes.append(("memory", unlimited))
         if plan.mps and plan.sharing_pools:
-            where = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
-            notes.append(("CUDA MPS", where))
-        for reason in dict.fromkeys(estimate.unknown.values()):
-            roles = [role for role, why in estimate.unknown.items() if why == reason]
-            notes.append(("memory unknown", f"{', '.join(roles)}: {reason}"))
+            nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
+            notes.append(("CUDA MPS", nodes))
     return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
 
 
-def _size_text(size: MicroBatch) -> str:
-    amount = f"up to {size.tokens:,} tokens" if size.rows is None else f"{size.rows} sequences"
-    chosen = " (chosen)" if size.is_chosen else ""
-    activations = {None: "", True: ", activations recomputed", False: ", activations kept"}[size.recomputes]
-    return f"{amount}{chosen}{activations}"
-
-
-def _memory_verdict(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:
+def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:
     lines = [
-        f"warning: {name} does not fit by {(memory.peak - memory.limit) / GIB:.1f} GiB, while {memory.peak_role} works "
-        "(an estimate; the run is not stopped by it)"
+        f"warning: {name} does not fit by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes "
+        "(an estimate; it does not stop the run)"
         for name, memory in estimate.pools.items()
-        if memory.limit is not None and not memory.fits
+        if memory.excess
     ]
     if lines and not advice:
-        lines.append("  nothing tried here brings it down; use more GPUs or a smaller model")
-    return [Text(line, style="yellow") for line in [*lines, *(f"  try {item}" for item in advice)]]
+        lines.append("  no change that was tried helps; use more GPUs or a smaller model")
+    for item in advice:
+        effect = f"still {item.excess / GIB:.1f} GiB too much" if item.excess else "fits"
+        lines.append(f"  try {item.override}  {effect}")
+    return [Text(line, style="yellow") for line in lines]

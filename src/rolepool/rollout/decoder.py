@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
-from rolepool.placement.engines import why_not_native
-from rolepool.placement.models import num_positions
+from rolepool.placement.models import num_positions, why_not_native
 from rolepool.rollout import gpu
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rolepool.placement.memory import cache_room
+from rolepool.placement.estimate import cache_room
 from rolepool.protocol.memory import free_bytes
 
 

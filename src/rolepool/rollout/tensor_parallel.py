@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Size, Tensor, nn
 
 from rolepool.errors import ConfigError
-from rolepool.placement.engines import why_not_parallel
+from rolepool.placement.models import why_not_parallel
 
 _BY_OUTPUT, _BY_INPUT = 0, 1
 
