@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rolepool.rollout import gpu
 from rolepool.rollout.engine import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -55,7 +54,7 @@ def uniforms(streams_b: Tensor, steps_b: Tensor) -> Tensor:
 
 def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs."""
-    if gpu.has_kernels(logits_bv.device):
+    if logits_bv.is_cuda:
         return _choose_by_race(logits_bv, streams_b, steps_b, sampling)
     if sampling.is_greedy:
         scores_bv = logits_bv.float()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the part of each weight that a rank holds, and the collectives between the ranks.
+"""The weights of a rollout's model: the part that a tensor-parallel rank holds, and copying new weights into them.
 
 Attention heads and inner features of the MLP are divided over the ranks, so each layer needs two all-reduces. The
 embedding and the head are not divided: they are often one tensor, and complete logits on every rank need no gathering.
@@ -7,6 +7,8 @@ This costs vocabulary x hidden weights per rank. Does not know how a layer is co
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, DataError
 from rolepool.placement.engines import why_not_parallel
 
 _BY_OUTPUT, _BY_INPUT = 0, 1
+_MAX_SHOWN = 5
 
 
 class Shard:
@@ -29,16 +32,9 @@ class Shard:
         if (problem := why_not_parallel(*counts, size)) is not None:
             raise ConfigError(problem)
         self._size, self._rank = size, rank
-        by_kv_heads = (_BY_OUTPUT, min(size, num_kv_heads))
-        self._cuts = {
-            "q_proj": (_BY_OUTPUT, size),
-            "k_proj": by_kv_heads,
-            "v_proj": by_kv_heads,
-            "o_proj": (_BY_INPUT, size),
-            "gate_proj": (_BY_OUTPUT, size),
-            "up_proj": (_BY_OUTPUT, size),
-            "down_proj": (_BY_INPUT, size),
-        }
+        self._cuts = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
+        self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
+        self._cuts |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a weight, as a view. A bias after an all-reduce is zero on all ranks but the first."""
@@ -99,3 +95,42 @@ class TensorParallel:
         held = torch.tensor(number, device=device)
         dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self.group)
         return int(held)
+
+
+class WeightStream:
+    """Copies whole tensors into `model`, or into the shard of a model that `model` is. Tied weights may come under one
+    name or under all of them.
+
+    A wrong name or shape is an error when it arrives, a missing name at the end; the model then contains a mixture of
+    old and new weights.
+    """
+
+    def __init__(self, model: nn.Module, shard: Shard | None) -> None:
+        self._targets, self._shard = model.state_dict(keep_vars=True), shard
+        self._arrived: set[str] = set()
+
+    @torch.no_grad()
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy each tensor in place as it arrives."""
+        for name, tensor in named_tensors:
+            if name not in self._targets:
+                close = difflib.get_close_matches(name, list(self._targets), n=1)
+                nearest = f"; the nearest is {close[0]}" if close else ""
+                raise DataError(f"weights: {name} is not a weight of this model{nearest}")
+            if name in self._arrived:
+                raise DataError(f"weights: {name} came twice")
+            target = self._targets[name]
+            shape = target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
+            if tensor.shape != shape:
+                raise DataError(f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}")
+            target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
+            self._arrived.add(name)
+
+    def end(self) -> None:
+        """Check that all weights have arrived."""
+        arrived = {id(self._targets[name]) for name in self._arrived}
+        missing = [name for name, target in self._targets.items() if id(target) not in arrived]
+        if missing:
+            more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+            named = ", ".join(missing[:_MAX_SHOWN]) + more
+            raise DataError(f"weights: {len(missing)} of {len(self._targets)} did not come: {named}")

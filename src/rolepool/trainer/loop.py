@@ -27,7 +27,7 @@ from rolepool.metrics.loggers import Loggers
 from rolepool.metrics.run_folder import RunFolder, console_line
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import driver_span
-from rolepool.models.checkpoint.folders import remove_unfinished
+from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
