@@ -109,8 +109,9 @@ def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Con
     call = _Call(module, getattr(module, method))
 
     def with_copies(*args: Any, **kwargs: Any) -> Any:
-        named = call.module.named_parameters()
-        copies = {f"module.{name}": weight.to(dtype) for name, weight in named if name in weights}
+        copies = {
+            f"module.{name}": weight.to(dtype) for name, weight in call.module.named_parameters() if name in weights
+        }
         return functional_call(call, copies, args, kwargs)
 
     setattr(module, method, with_copies)

@@ -80,8 +80,9 @@ class NativeEngine:
         self._model: Any = model
         self._shard, self._parallel = shard, parallel or TensorParallel()
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._cache_bytes, config = cache_bytes, self._model.config.to_dict()
-        self._max_positions, self._vocab_size = num_positions(config), config["vocab_size"]
+        self._cache_bytes = cache_bytes
+        config: Any = model.config
+        self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
         self._on_gpu = cache_shape(model).device.type == "cuda"
         self._check_interval = check_interval or (_CHECK_INTERVAL if self._on_gpu else 1)
         self._captures = self._on_gpu and not enforce_eager and self._parallel.size == 1
@@ -315,7 +316,7 @@ def bucket_of(num_rows: int, most: int) -> int:
     """The batch size to use for `num_rows` rows: at least that many, rounded up to one of few sizes, because each size
     is a graph."""
     if num_rows <= 32:
-        return min(2 ** (num_rows - 1).bit_length(), most)
+        return min(1 << (num_rows - 1).bit_length(), most)
     grain = 32 if num_rows <= 256 else 64
     return min(-(-num_rows // grain) * grain, most)
 
