@@ -35,7 +35,9 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     model, requests = make_model("qwen2"), make_requests(max_new=(20, 1, 7, 33))
     sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stop_token_ids)
     expected = make_engine(model).generate(requests, sampling)
-    got = make_engine(model, check_interval=interval).generate(requests, sampling)
+    engine = make_engine(model)
+    engine._check_interval = interval
+    got = engine.generate(requests, sampling)
     assert_same_completions(model, requests, sampling, got, expected)
     assert len({len(one.token_ids) for one in got}) > 3
 

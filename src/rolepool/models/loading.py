@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-)
 from transformers.utils import logging as transformers_logging
 
 from rolepool.errors import ConfigError, explained
@@ -37,7 +31,7 @@ MAX_WEIGHTS_NAMED = 3
 
 def read_model_config(
     key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
-) -> PretrainedConfig:
+) -> transformers.PretrainedConfig:
     """The config of the model at `path`, the value of `key`. A folder with missing or damaged files is an error."""
     if path is None:
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
@@ -51,7 +45,7 @@ def read_model_config(
         problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
     settings = {"trust_remote_code": trust_remote_code, **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), **settings)
+        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(str(folder), **settings)
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
         with explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE), safe_open(file, "pt"):
@@ -64,7 +58,7 @@ def load_policy(
 ) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded."""
     key = "actor_rollout_ref.model.path"
-    model: Any = _load(AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
+    model: Any = _load(transformers.AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
     found = [name for name in CHANGES_LOGITS if getattr(model.config, name, None) not in (None, 1)]
     head = model.get_output_embeddings()
     if found or not isinstance(head, nn.Linear) or head.bias is not None:
@@ -75,13 +69,13 @@ def load_policy(
 
 def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has none."""
-    overrides, auto = {"num_labels": 1, "classifier_dropout": 0.0}, AutoModelForTokenClassification
+    overrides, auto = {"num_labels": 1, "classifier_dropout": 0.0}, transformers.AutoModelForTokenClassification
     return _load(auto, "critic.model.path", path, dtype, trust_remote_code, overrides, packed)
 
 
 def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     """A sequence classifier with one output, the score of the whole text."""
-    overrides, auto = {"num_labels": 1}, AutoModelForSequenceClassification
+    overrides, auto = {"num_labels": 1}, transformers.AutoModelForSequenceClassification
     return _load(auto, "reward_model.model.path", path, dtype, trust_remote_code, overrides, packed=False)
 
 
@@ -104,7 +98,7 @@ def _load(
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         model, info = auto.from_pretrained(str(Path(str(path)).expanduser()), **settings)
-    trunk, has_new_head = f"{model.base_model_prefix}.", auto is AutoModelForTokenClassification
+    trunk, has_new_head = f"{model.base_model_prefix}.", auto is transformers.AutoModelForTokenClassification
     missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
     for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):

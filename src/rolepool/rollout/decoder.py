@@ -91,7 +91,7 @@ class Decoder:
     """
 
     def __init__(self, model: Any, parallel: TensorParallel, num_positions: int) -> None:
-        trunk, self._parallel = model.model, parallel
+        trunk, self._parallel, self.num_positions = model.model, parallel, num_positions
         attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
         self._embedding: Tensor = trunk.embed_tokens.weight
         self.device, self._by_kernels = self._embedding.device, self._embedding.is_cuda
@@ -190,8 +190,8 @@ class Decoder:
     def _store_by_kernel(
         self, positions_t: Tensor, slots_t: Tensor, index: int, qkv_thd: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tables = (self._cos, self._signed_sin)
-        self._kernels.rotate_and_store(qkv_thd, self._num_heads, *tables, positions_t, slots_t, self._place, index)
+        where = (positions_t, slots_t, self._place, index)
+        self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
         queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
         return queries_thd, keys_thd, values_thd
 
@@ -199,7 +199,7 @@ class Decoder:
         self, positions_b: Tensor, slots_b: Tensor, index: int, queries_bhd: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         where = (positions_b, slots_b, self._place, index)
-        return self._kernels.attend(queries_bhd, self._num_kv_heads, *where, self._windows[index], self._scale)
+        return self._kernels.attend(queries_bhd, self._num_kv_heads, where, self._windows[index], self._scale)
 
     def _flash_attention(self, counts: Tensor) -> Attention:
         """Whole prompts of `counts` tokens, packed, without padding or repeated keys."""

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+Where = tuple[Tensor, Tensor, Tensor, int]
+"""Where tokens are in the cache: the position and the slot of each, the cache's `place`, and the layer's index."""
 _SPLITS = (1, 4, 16)
 """Numbers of parts that a row's tokens may be split into; few, because each is a kernel to compile."""
 _NUM_PROGRAMS = 256
@@ -77,22 +79,13 @@ def _rotate_and_store(
     tl.store(values + (first_line + h * length) * HEAD_DIM + d, value, mask=is_value)
 
 
-def rotate_and_store(
-    qkv_thd: Tensor,
-    num_heads: int,
-    cos: Tensor,
-    signed_sin: Tensor,
-    positions_t: Tensor,
-    slots_t: Tensor,
-    place: Tensor,
-    layer: int,
-) -> None:
+def rotate_and_store(qkv_thd: Tensor, num_heads: int, cos: Tensor, signed_sin: Tensor, where: Where) -> None:
     """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
     num_kv_heads = (num_all - num_heads) // 2
     sizes = (num_heads, num_kv_heads, head_dim)
     padded = [triton.next_power_of_2(size) for size in (num_heads + num_kv_heads, num_kv_heads, head_dim // 2)]
-    _rotate_and_store[(num_tokens,)](qkv_thd, cos, signed_sin, positions_t, slots_t, place, layer, *sizes, *padded)
+    _rotate_and_store[(num_tokens,)](qkv_thd, cos, signed_sin, *where, *sizes, *padded)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -173,16 +166,7 @@ def _join_parts(
     tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=d < HEAD_DIM)
 
 
-def attend(
-    queries_bhd: Tensor,
-    num_kv_heads: int,
-    positions_b: Tensor,
-    slots_b: Tensor,
-    place: Tensor,
-    layer: int,
-    window: int,
-    scale: float,
-) -> Tensor:
+def attend(queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, scale: float) -> Tensor:
     """Attention of one token per row to the last `window` tokens of its slot, up to its own position: (rows,
     heads * head_dim)."""
     num_rows, num_heads, head_dim = queries_bhd.shape
@@ -196,11 +180,11 @@ def attend(
     group_size = num_heads // num_kv_heads
     group_pad, dim_pad = (max(16, triton.next_power_of_2(size)) for size in (group_size, head_dim))
     block = 64 if queries_bhd.dtype.itemsize == 2 else 32
-    tensors = (queries_bhd, parts, log_sums, positions_b, slots_b, place)
-    numbers = (layer, window, scale * _LOG2_E, queries_bhd.stride(0))
+    numbers = (window, scale * _LOG2_E, queries_bhd.stride(0))
     sizes = (group_size, num_kv_heads, head_dim, group_pad, dim_pad, block, num_splits)
     num_stages = 3 if dim_pad <= 64 else 2
-    _attend[(num_rows, num_kv_heads, num_splits)](*tensors, *numbers, *sizes, num_stages=num_stages)
+    launch = _attend[(num_rows, num_kv_heads, num_splits)]
+    launch(queries_bhd, parts, log_sums, *where, *numbers, *sizes, num_stages=num_stages)
     if num_splits > 1:
         _join_parts[(num_rows * num_heads,)](parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2)
     return outputs

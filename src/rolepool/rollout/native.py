@@ -43,7 +43,6 @@ class _DecodeState:
     addresses: tuple[int, ...]
     """Addresses of the model's weights."""
     decoder: Decoder
-    num_positions: int
     batch: DecodeBatch
     graphs: StepGraphs | None
 
@@ -57,8 +56,7 @@ class NativeEngine:
     fewer. A prefill micro-batch has at most `max_num_batched_tokens` tokens. On a GPU the engine's own weights that are
     applied to the same input are joined once, without a copy, and decode steps are captured in CUDA graphs, unless
     `enforce_eager` is set or the model is tensor-parallel. With `shard` the model is this rank's part, and all ranks of
-    `parallel` make the same calls; the first rank chooses the tokens. `check_interval` is the number of steps between
-    checks for finished sequences; None chooses it for the device.
+    `parallel` make the same calls; the first rank chooses the tokens.
     """
 
     def __init__(
@@ -69,14 +67,12 @@ class NativeEngine:
         max_num_batched_tokens: int,
         shared_weights: bool = False,
         cache_bytes: Callable[[], int] | None = None,
-        version: int = 0,
         shard: Shard | None = None,
         parallel: TensorParallel | None = None,
         enforce_eager: bool = False,
-        check_interval: int | None = None,
     ) -> None:
         refuse_unknown(model)
-        self.shared_weights, self.version = shared_weights, version
+        self.shared_weights, self.version = shared_weights, 0
         self._model: Any = model
         self._shard, self._parallel = shard, parallel or TensorParallel()
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -84,7 +80,7 @@ class NativeEngine:
         config: Any = model.config
         self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
         self._on_gpu = cache_shape(model).device.type == "cuda"
-        self._check_interval = check_interval or (_CHECK_INTERVAL if self._on_gpu else 1)
+        self._check_interval = _CHECK_INTERVAL if self._on_gpu else 1
         self._captures = self._on_gpu and not enforce_eager and self._parallel.size == 1
         if self._on_gpu and not shared_weights:
             join_weights(model)
@@ -92,12 +88,12 @@ class NativeEngine:
         self._state: _DecodeState | None = None
         self._asleep = False
         self._arriving: WeightStream | None = None
-        self._half_updated = False
+        """An update of the weights that has not ended, or that failed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if self._asleep:
             raise RolepoolError("the rollout engine is asleep: wake it before it generates")
-        if self._half_updated:
+        if self._arriving is not None:
             raise RolepoolError(
                 "the last weight update failed halfway or has not ended: update the weights before generating"
             )
@@ -114,15 +110,13 @@ class NativeEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.shared_weights:
-            self._half_updated = True
-            # Taken out while tensors are copied, so that the next update after an error starts from the beginning.
-            stream, self._arriving = self._arriving or WeightStream(self._model, self._shard), None
+            new_stream = WeightStream(self._model, self._shard)
+            # If copying fails, the next update starts from the beginning.
+            stream, self._arriving = self._arriving or new_stream, new_stream
             stream.take(named_tensors)
-            if version is None:
-                self._arriving = stream
-                return
-            stream.end()
-            self._half_updated = False
+            if version is not None:
+                stream.end()
+            self._arriving = stream if version is None else None
         if version is not None:
             self.version = version
 
@@ -177,7 +171,7 @@ class NativeEngine:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
         if before is not None and before.addresses == addresses:
-            if before.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
+            if before.decoder.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
                 return before
             num_rows, num_new = max(num_rows, before.batch.num_rows), max(num_new, before.batch.max_new_tokens)
         self._state = before = None  # frees its graphs before others are captured
@@ -186,7 +180,7 @@ class NativeEngine:
             length = min(self._max_positions, 2 ** (length - 1).bit_length())
         decoder = Decoder(self._model, self._parallel, length)
         batch = DecodeBatch(num_rows, num_new, stops, device, scattered=self._on_gpu)
-        state = _DecodeState(addresses, decoder, length, batch, StepGraphs() if self._captures else None)
+        state = _DecodeState(addresses, decoder, batch, StepGraphs() if self._captures else None)
         if self._on_gpu:
             self._state = state
         return state
