@@ -385,8 +385,8 @@ def test_of_tied_weights_one_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda named: named.pop("model.norm.weight"), r"1 of 21 did not come: model\.norm\.weight"),
-        (lambda named: named.clear(), r"21 of 21 did not come: .*embed_tokens\.weight, .* and 16 more"),
+        (lambda named: named.pop("model.norm.weight"), r"1 of 21 are missing: model\.norm\.weight"),
+        (lambda named: named.clear(), r"21 of 21 are missing: .*embed_tokens\.weight, .* and 16 more"),
         (
             lambda named: named.update({"model.norm.wait": torch.zeros(1)}),
             r"model\.norm\.wait is not a weight of this model; the nearest is model\.norm\.weight",
@@ -414,5 +414,5 @@ def test_weights_that_do_not_fit_are_refused_by_name_until_a_whole_set_comes(cha
 def test_a_name_that_comes_twice_is_refused() -> None:
     model = make_model()
     named = [*model.state_dict().items(), ("lm_head.weight", model.lm_head.weight)]
-    with pytest.raises(DataError, match=r"lm_head\.weight came twice"):
+    with pytest.raises(DataError, match=r"lm_head\.weight was sent twice"):
         make_engine(model).update_weights(named, 1)

@@ -183,7 +183,7 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
         with explained(f"{folder / name}: not a valid rank file", fix, ValidationError):
             ranks.append(RankState.model_validate_json((folder / name).read_bytes()))
     if len(names) > num_ranks or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
-        raise ConfigError(f"{folder}: its rank files belong to different saves")
+        raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
     for path in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
         with explained(f"{path}: not a complete safetensors file", fix, SafetensorError), safe_open(path, "pt"):
@@ -277,7 +277,8 @@ def temporary_folder(final_folder: Path) -> Path:
 def publish(tmp_folder: Path, final_folder: Path) -> None:
     """Rename a written folder to its final name, after all of it is on disk.
 
-    An existing folder of that name is replaced; if the process is killed in between, neither folder is left.
+    An existing folder of that name is replaced. If the process is killed between the two renames, there is no folder of
+    that name.
     """
     for path in (*tmp_folder.rglob("*"), tmp_folder):
         _sync(path)

@@ -107,7 +107,7 @@ def _load(
             named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
             raise ConfigError(
                 f"{key}={path}: weights of a {type(model).__name__} {reason} ({named}), so they would be random; "
-                "give such a model with all its weights; an override_config may not change its shape"
+                "give such a model with all its weights; override_config must not change its shape"
             )
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():

@@ -29,7 +29,7 @@ from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, ragged, ragge
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
 """Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
 
-# Newer versions of torch must be told that there are fewer keys and values than queries; older ones find it out.
+# Newer versions of torch need this if keys have fewer heads than queries; older versions do not have the argument.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 

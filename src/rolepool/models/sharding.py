@@ -59,8 +59,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Losses of ranks are shares that add up, so gradients are summed; averaging and scaling back would round them.
-        # They are plain sums, because gloo has no other reduction.
+        # The loss of the mini-batch is the sum of the ranks' losses, so gradients are summed. Averaging them
+        # and scaling back would round them. They are plain sums, because gloo has no other reduction.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     for name in own_methods:
@@ -95,7 +95,7 @@ def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module]
 
 
 class _Call(nn.Module):
-    """A method of a module as a `forward`, so that `functional_call` can replace the weights for one call."""
+    """Wraps a method of a module as a `forward`, so that `functional_call` can replace the weights for one call."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         super().__init__()

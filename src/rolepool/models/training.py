@@ -23,7 +23,7 @@ from rolepool.placement.models import ModelShape
 from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
-"""The loss of some rows and its metrics, as shares that add up to the values of the whole mini-batch."""
+"""The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
 Move = Callable[[str], object]
 """Moves offloaded tensors to a device."""
 
@@ -94,8 +94,9 @@ class TrainedModel:
     def step(self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
         """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank.
 
-        Metrics are this rank's shares, and `grad_norm` of the whole pool; if that is not finite, the update is skipped.
-        They stay on the device, because reading them would wait for the device and leave it idle until the next work.
+        Metrics are sums over this rank's rows, except `grad_norm`, which is that of the whole pool; if it is not
+        finite, the update is skipped. They stay on the device, because reading them would wait for the device, which
+        would then be idle until it gets more work.
         """
         self.model.train()
         totals: dict[str, Tensor] = {}

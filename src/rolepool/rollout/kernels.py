@@ -1,8 +1,8 @@
 """Triton kernels: what a GPU computes between matrix products, and sampling.
 
-A captured step outlives the cache that it was captured with, so kernels find the cache through `place`: a tensor with
-the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use: it does not
-read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
+A captured step is used longer than the cache that it was captured with, so kernels find the cache through `place`: a
+tensor with the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use:
+it does not read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"

@@ -32,7 +32,7 @@ _REFILL_FRACTION = 8
 prefilling several."""
 _CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at these checks; a
-sequence that meets a stop token idles for half of them on average."""
+sequence that samples a stop token waits for half of these steps on average."""
 _MAX_PROBLEMS = 5
 
 
@@ -104,7 +104,7 @@ class NativeEngine:
             with torch.inference_mode():
                 return _Generation(self, requests, sampling).run()
         except BaseException:
-            # The cache may contain NaN, which would outlive these weights, and sequences are still running.
+            # The cache may contain NaN, which would stay there after the weights change. Sequences are still running.
             self._cache = self._state = None
             raise
 
@@ -157,7 +157,7 @@ class NativeEngine:
                 num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
                 if num_slots < 1:
                     raise RolepoolError(
-                        f"the rollout's KV cache may take {num_bytes:,} bytes, and one sequence of {length} tokens "
+                        f"the rollout's KV cache may use {num_bytes:,} bytes, but one sequence of {length} tokens "
                         f"needs {shape.slot_bytes(length):,}: raise actor_rollout_ref.rollout.gpu_memory_utilization, "
                         "or shorten data.max_prompt_length or data.max_response_length"
                     )
@@ -300,7 +300,7 @@ class StepGraphs:
         graph = self._graphs[key]
         if graph is None:
             graph = self._graphs[key] = torch.cuda.CUDAGraph()
-            # Other threads of the process, such as a memory monitor, may use CUDA meanwhile.
+            # Other threads of the process, such as a memory monitor, may use CUDA at the same time.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         graph.replay()

@@ -24,7 +24,8 @@ _MAX_SHOWN = 5
 
 
 class Shard:
-    """The part of a model that rank `rank` of `size` holds. Ranks share key-value heads if there are fewer heads."""
+    """The part of a model that rank `rank` of `size` holds. Several ranks hold the same key-value head if there are
+    fewer of these heads than ranks."""
 
     def __init__(self, model_config: Any, size: int, rank: int) -> None:
         num_kv_heads = model_config.num_key_value_heads
@@ -32,13 +33,14 @@ class Shard:
         if (problem := why_not_parallel(*counts, size)) is not None:
             raise ConfigError(problem)
         self._size, self._rank = size, rank
-        self._cuts = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
-        self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
-        self._cuts |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
+        self._splits = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
+        self._splits |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
+        self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a weight, as a view. A bias after an all-reduce is zero on all ranks but the first."""
-        dim, num_parts = self._cut_of(name)
+        """This rank's part of a weight, as a view. A bias is zero on all ranks except the first if outputs are summed
+        over the ranks."""
+        dim, num_parts = self._split_of(name)
         if num_parts == 1:
             return whole
         if dim >= whole.dim():
@@ -48,7 +50,7 @@ class Shard:
 
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""
-        dim, num_parts = self._cut_of(name)
+        dim, num_parts = self._split_of(name)
         return Size(length * num_parts if index == dim else length for index, length in enumerate(part_shape))
 
     def cut(self, model: nn.Module) -> None:
@@ -59,9 +61,9 @@ class Shard:
             if part is not whole:
                 parameter.data = part.clone()  # a view would keep the whole tensor
 
-    def _cut_of(self, name: str) -> tuple[int, int]:
+    def _split_of(self, name: str) -> tuple[int, int]:
         """The axis along which a weight is divided, and the number of parts. A bias has only the axis of outputs."""
-        return self._cuts.get(name.split(".")[-2], (_BY_OUTPUT, 1))
+        return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ class TensorParallel:
 
 
 class WeightStream:
-    """Copies whole tensors into `model`, or into the shard of a model that `model` is. Tied weights may come under one
-    name or under all of them.
+    """Copies whole tensors into `model`; with `shard`, the part of each that `model` holds. Tied weights may come with
+    one of their names or with all of them.
 
-    A wrong name or shape is an error when it arrives, a missing name at the end; the model then contains a mixture of
-    old and new weights.
+    A wrong name or shape is an error when the tensor arrives, and a missing name is an error at the end. After an error
+    the model contains a mixture of old and new weights.
     """
 
     def __init__(self, model: nn.Module, shard: Shard | None) -> None:
@@ -118,7 +120,7 @@ class WeightStream:
                 nearest = f"; the nearest is {close[0]}" if close else ""
                 raise DataError(f"weights: {name} is not a weight of this model{nearest}")
             if name in self._arrived:
-                raise DataError(f"weights: {name} came twice")
+                raise DataError(f"weights: {name} was sent twice")
             target = self._targets[name]
             shape = target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
             if tensor.shape != shape:
@@ -133,4 +135,4 @@ class WeightStream:
         if missing:
             more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
             named = ", ".join(missing[:_MAX_SHOWN]) + more
-            raise DataError(f"weights: {len(missing)} of {len(self._targets)} did not come: {named}")
+            raise DataError(f"weights: {len(missing)} of {len(self._targets)} are missing: {named}")
