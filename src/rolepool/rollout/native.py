@@ -110,9 +110,8 @@ class NativeEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.shared_weights:
-            new_stream = WeightStream(self._model, self._shard)
-            # If copying fails, the next update starts from the beginning.
-            stream, self._arriving = self._arriving or new_stream, new_stream
+            stream = self._arriving or WeightStream(self._model, self._shard)
+            self._arriving = WeightStream(self._model, self._shard)  # if copying fails, the next update starts again
             stream.take(named_tensors)
             if version is not None:
                 stream.end()
