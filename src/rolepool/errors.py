@@ -65,9 +65,10 @@ def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: file and reason of an operating system error, or the first line of any other message."""
+    """An error in one line: file and reason of an operating system error, or the first line of any other message (and
+    the next line, if the first one ends with a colon)."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().replace(":\n   ", ":").splitlines()
     text = lines[0].strip() if lines else type(error).__name__
     return text if text.isprintable() else repr(text)

@@ -14,6 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 from engine_contract import check_weight_updates, forward_log_probs, largest_difference
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
+from rolepool.rollout.decoder import UNLIMITED
 from rolepool.rollout.sampling import choose, filter_logits, seed_streams
 from same_tokens import assert_same_tokens, token_ids
 
@@ -102,7 +103,8 @@ def test_attention_is_that_of_torch_on_rows_of_any_length(
         slots = torch.randperm(num_slots, device="cuda")[:num_rows]
         queries = torch.randn(num_rows, (group + 2) * kv_heads, head_dim, device="cuda").to(dtype)
         queries = queries[:, : group * kv_heads]
-        got = kernels.attend(queries, kv_heads, positions, slots, place, 1, window, head_dim**-0.5)
+        seen_tokens = UNLIMITED if window is None else window
+        got = kernels.attend(queries, kv_heads, (positions, slots, place, 1), seen_tokens, head_dim**-0.5)
         seen = torch.arange(length, device="cuda")
         visible = seen <= positions[:, None]
         if window is not None:
@@ -126,9 +128,10 @@ def test_a_row_that_is_nobodys_reads_and_writes_nothing() -> None:
     positions, slots = torch.tensor([-1], device="cuda"), torch.tensor([0], device="cuda")
     qkv = torch.ones(1, 6, 64, device="cuda")
     tables = torch.ones(8, 64, device="cuda")
-    kernels.rotate_and_store(qkv, 2, tables, tables, positions, slots, place, 0)
+    where = (positions, slots, place, 0)
+    kernels.rotate_and_store(qkv, 2, tables, tables, where)
     assert keys.isnan().all() and values.isnan().all()
-    assert not kernels.attend(qkv[:, :2], 2, positions, slots, place, 0, None, 1.0).any()
+    assert not kernels.attend(qkv[:, :2], 2, where, UNLIMITED, 1.0).any()
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rolepool.algorithm.log_probs import LinearLogProbs
 from rolepool.algorithm.losses import LossCounts, compute_policy_loss_vanilla
 from rolepool.config import load_config
-from rolepool.models.attention import packed_attention
-from rolepool.models.compiling import compiled, has_compiler
-from rolepool.models.forward import response_log_probs
-from rolepool.models.packing import TokenRows
+from rolepool.models.packing import TokenRows, packed_attention, response_log_probs
+from rolepool.models.sharding import compiled, has_compiler
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
@@ -191,7 +189,7 @@ def test_log_probs_before_an_update_are_those_within_it(one_rank: None, folder: 
     actor = role(Actor, folder)
     scored = actor.compute_log_prob(data).batch
     actor.trained.model.train()
-    part = TokenRows.of(data.batch, "cuda")
+    part = TokenRows(data.batch, "cuda")
     with actor.trained.on_device(training=True) as model:
         within = response_log_probs(model, part, temperature=1.0, packed=True)
     difference = float((flat_values(scored["old_log_probs"]) - within.log_probs.detach().cpu()).abs().max())

@@ -34,15 +34,16 @@ from transformers import (
 
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import ConfigError, RolepoolError
-from rolepool.models.checkpoint.export import export_hf
-from rolepool.models.checkpoint.folders import (
+from rolepool.models.checkpoint import (
     checkpoint_folder,
+    export_hf,
+    load_trained,
     newest_checkpoint,
     publish,
     remove_old,
+    save_trained,
     temporary_folder,
 )
-from rolepool.models.checkpoint.state import load_trained, save_trained
 from rolepool.models.sharding import sum_over_ranks, whole
 from rolepool.models.training import TrainedModel
 
@@ -215,7 +216,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, store: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint.state"])
+        context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "rolepool.models.checkpoint"])
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [

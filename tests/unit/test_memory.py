@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rolepool.config import load_config
-from rolepool.models.utilization import model_utilization, peak_flops, training_flops
+from rolepool.models.training import model_utilization, peak_flops, training_flops
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import (
     GIB,

@@ -11,9 +11,8 @@ from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rolepool.errors import ConfigError, RolepoolError
-from rolepool.models.forward import response_log_probs, response_values
 from rolepool.models.loading import load_critic, load_policy
-from rolepool.models.packing import TokenRows
+from rolepool.models.packing import TokenRows, response_log_probs, response_values
 from rolepool.protocol import pad_ragged, ragged
 
 VOCABULARY = 40
@@ -43,7 +42,7 @@ LENGTHS = [(6, 5), (1, 2), (3, 0), (0, 0), (4, 4)]
 def rows() -> TokenRows:
     prompts, responses = torch.tensor(LENGTHS).T
     ids = torch.randint(VOCABULARY, (int((prompts + responses).sum()),), generator=torch.Generator().manual_seed(1))
-    return TokenRows.of({"input_ids": ragged(ids, prompts + responses), "num_prompt_tokens": prompts}, "cpu")
+    return TokenRows({"input_ids": ragged(ids, prompts + responses), "num_prompt_tokens": prompts}, "cpu")
 
 
 def load(path: str, packed: bool) -> nn.Module:

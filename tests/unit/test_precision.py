@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolepool.models.forward import add_token_scores
-from rolepool.models.precision import compute_in
-from rolepool.models.sharding import decoder_layers
+from rolepool.models.packing import add_token_scores
+from rolepool.models.sharding import compute_in, decoder_layers
 
 SIZES = {
     "hidden_size": 16,

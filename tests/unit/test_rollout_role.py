@@ -95,7 +95,7 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
 def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: dict[str, Tensor]) -> None:
     rollout = make_rollout(demo)
     rollout.take_weights(leg((name, tensor) for name, tensor in weights.items() if name != NORM))
-    with pytest.raises(DataError, match=r"1 of \d+ did not come: model\.norm\.weight"):
+    with pytest.raises(DataError, match=r"1 of \d+ are missing: model\.norm\.weight"):
         rollout.end_of_weights(1)
     assert rollout.engine.version == 0
     with pytest.raises(RolepoolError, match="failed halfway"):
@@ -105,7 +105,7 @@ def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: d
 @pytest.mark.parametrize(
     ("second", "complaint"),
     [
-        ({NORM: torch.zeros(64)}, r"model\.norm\.weight came twice"),
+        ({NORM: torch.zeros(64)}, r"model\.norm\.weight was sent twice"),
         ({"model.norm.wait": torch.zeros(64)}, r"model\.norm\.wait is not a weight"),
         ({"lm_head.weight": torch.zeros(3, 64)}, r"lm_head\.weight has shape \[3, 64\]"),
     ],
@@ -118,7 +118,7 @@ def test_a_leg_that_does_not_fit_is_refused_and_a_whole_set_mends_it(
     rollout.take_weights(leg([(NORM, weights[NORM])]))
     with pytest.raises(DataError, match=complaint):
         rollout.take_weights(leg(second.items()))
-    with pytest.raises(DataError, match="did not come"):
+    with pytest.raises(DataError, match="are missing"):
         rollout.end_of_weights(1)
     rollout.take_weights(leg(weights.items()))
     rollout.end_of_weights(2)

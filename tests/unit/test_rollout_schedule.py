@@ -12,11 +12,10 @@ from torch import Tensor
 
 from engine_contract import check_weight_updates
 from rolepool.rollout import Request, sample_seed
-from rolepool.rollout.decode_batch import DecodeBatch
 from rolepool.rollout.decoder import Decoder, join_weights
-from rolepool.rollout.gpu import bucket_of
-from rolepool.rollout.kv_cache import CacheShape, SlotCache
-from rolepool.rollout.tensor_parallel import Shard
+from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
+from rolepool.rollout.native import bucket_of
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 from same_tokens import assert_same_completions
 
 CPU = torch.device("cpu")
@@ -36,7 +35,9 @@ def test_looking_at_rows_every_few_steps_does_not_change_what_is_said(
     model, requests = make_model("qwen2"), make_requests(max_new=(20, 1, 7, 33))
     sampling = dataclasses.replace(SAMPLED, ignore_eos=False, stop_token_ids=stop_token_ids)
     expected = make_engine(model).generate(requests, sampling)
-    got = make_engine(model, check_interval=interval).generate(requests, sampling)
+    engine = make_engine(model)
+    engine._check_interval = interval
+    got = engine.generate(requests, sampling)
     assert_same_completions(model, requests, sampling, got, expected)
     assert len({len(one.token_ids) for one in got}) > 3
 
@@ -47,7 +48,7 @@ def make_rows(scattered: bool, num_rows: int = 4, stops: tuple[int, ...] = (9,))
 
 
 def enter(rows: DecodeBatch, requests: list[int], limits: list[int]) -> list[int]:
-    return rows.enter(requests, [3] * len(requests), limits, torch.arange(len(requests)))
+    return rows.enter(requests, [3] * len(requests), limits, list(range(len(requests))))
 
 
 def record(rows: DecodeBatch, *tokens: int) -> None:
@@ -64,14 +65,13 @@ def test_a_row_that_has_ended_takes_no_more_tokens_and_stands_still(scattered: b
     assert rows.steps[:3].tolist() == [4, 2, 2]
     assert rows.positions[:3].tolist() == [6, 4, 4]
     assert rows.tokens[:3].tolist() == [6, 5, 9]
-    assert rows.finished() == [1, 2]
-    first, second = rows.take([1, 2])
-    assert (first.request, first.tokens.tolist(), first.log_probs.tolist()) == (11, [2, 5], [-2.0, -5.0])
-    assert (second.request, second.tokens.tolist()) == (12, [3, 9])
-    rows.leave([1, 2], cache)
+    (first, first_tokens, first_log_probs), (second, second_tokens, _) = rows.pop_finished(cache)
+    assert (first, first_tokens.tolist(), first_log_probs.tolist()) == (11, [2, 5], [-2.0, -5.0])
+    assert (second, second_tokens.tolist()) == (12, [3, 9])
     assert rows.num_running == 1
     record(rows, 1)
-    assert rows.take(rows.finished())[0].tokens.tolist() == [1, 4, 6, 6, 1]
+    ((_, tokens, _),) = rows.pop_finished(cache)
+    assert tokens.tolist() == [1, 4, 6, 6, 1]
 
 
 @pytest.mark.parametrize("scattered", [True, False])
@@ -82,7 +82,7 @@ def test_rows_that_leave_are_replaced_by_the_last_ones_and_their_slots_are_given
     keys = cache.read(0, slice(0, 6), 3)[0]
     keys.copy_(torch.arange(6.0).view(6, 1, 1, 1).expand_as(keys))  # by the request whose they are
     rows.record(slice(0, 6), torch.arange(20, 26), torch.zeros(6))
-    rows.leave(rows.finished(), cache)
+    rows.pop_finished(cache)
     assert rows.num_running == 4
     held = rows.slots[:4].tolist()
     assert len(set(held)) == 4
@@ -98,7 +98,7 @@ def test_slots_begin_at_the_first_again_when_all_rows_have_left() -> None:
     for _ in range(2):
         assert enter(rows, [0, 1, 2], [1, 1, 1]) == [0, 1, 2]
         rows.record(slice(0, 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3))
-        rows.leave(rows.finished(), cache)
+        rows.pop_finished(cache)
 
 
 # Shared prompts
@@ -108,9 +108,9 @@ def test_a_prompt_of_several_samples_is_run_once(monkeypatch: pytest.MonkeyPatch
     num_run: list[int] = []
     prefill = Decoder.prefill
 
-    def counting(self: Decoder, weights: Any, cache: Any, tokens_t: Tensor, pieces: Any) -> Tensor:
+    def counting(self: Decoder, cache: Any, tokens_t: Tensor, pieces: Any) -> Tensor:
         num_run.append(len(tokens_t))
-        return prefill(self, weights, cache, tokens_t, pieces)
+        return prefill(self, cache, tokens_t, pieces)
 
     model, prompts = make_model("qwen2"), [[5, 6, 7], list(range(40)), [8]]
     requests = [Request(prompt, sample_seed(0, len(prompt), index)) for index in range(4) for prompt in prompts]
@@ -131,16 +131,16 @@ def test_joined_weights_follow_updates_in_place(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     join_weights(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    weights = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False)
-    assert all(len(layer.qkv._parts) == len(layer.gate_up._parts) == 1 for layer in weights.layers)
-    check_weight_updates(make_engine(model, fuse=False), make_model(name, seed=2), make_requests(), SAMPLED)
+    layer, weight = Decoder(model, TensorParallel(), 8).layers[0], model.model.layers[0].self_attn.q_proj.weight
+    assert layer.qkv._parts[0][0].data_ptr() == weight.data_ptr()
+    check_weight_updates(make_engine(model), make_model(name, seed=2), make_requests(), SAMPLED)
 
 
 def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> None:
     model = make_model("qwen2")
     Shard(model.config, 2, 1).cut(model)
     join_weights(model)
-    layer = Decoder(model, make_engine(model)._parallel).weights(8, fuse=False).layers[0]
+    layer = Decoder(model, TensorParallel(), 8).layers[0]
     attention = model.model.layers[0].self_attn
     ((weight, bias),) = layer.qkv._parts
     assert torch.equal(weight, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
@@ -148,14 +148,15 @@ def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> No
     assert weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def test_weights_that_were_moved_apart_are_used_one_by_one() -> None:
+def test_weights_that_were_moved_apart_are_copied_on_a_cpu() -> None:
     model = make_model("qwen2")
     join_weights(model)
     model.double()
+    ((weight, _),) = Decoder(model, TensorParallel(), 8).layers[0].gate_up._parts
+    assert weight.data_ptr() != model.model.layers[0].mlp.gate_proj.weight.data_ptr()
     requests = make_requests()
     expected = make_engine(make_model("qwen2").double()).generate(requests, SAMPLED)
-    got = make_engine(model, fuse=False).generate(requests, SAMPLED)
-    assert_same_completions(model, requests, SAMPLED, got, expected)
+    assert_same_completions(model, requests, SAMPLED, make_engine(model).generate(requests, SAMPLED), expected)
 
 
 # Step sizes

@@ -250,4 +250,4 @@ def test_the_rank_with_the_least_room_decides_for_all(
     assert [said["num_slots"] for said in ranks] == [2, 2]
     for said in ranks:
         assert token_ids(said["small cache"]) == token_ids(alone("qwen2").sampled)
-        assert "may take 0 bytes" in said["no room"]
+        assert "may use 0 bytes" in said["no room"]

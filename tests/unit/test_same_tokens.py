@@ -82,8 +82,8 @@ def with_wrong_positions(patch: pytest.MonkeyPatch) -> None:
     """Every decode step of a row stands where the token before it does."""
     decode = Decoder.decode
 
-    def wrong(self: Decoder, weights: Any, cache: Any, tokens: Tensor, positions: Tensor, *more: Any) -> Tensor:
-        return decode(self, weights, cache, tokens, positions - 1, *more)
+    def wrong(self: Decoder, cache: Any, tokens: Tensor, positions: Tensor, *more: Any) -> Tensor:
+        return decode(self, cache, tokens, positions - 1, *more)
 
     patch.setattr(Decoder, "decode", wrong)
 

@@ -6,38 +6,32 @@ Code from a model folder runs only if the user allows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-)
 from transformers.utils import logging as transformers_logging
 
-from rolepool.errors import ConfigError
-from rolepool.models.attention import PACKED
-from rolepool.models.forward import add_token_scores
+from rolepool.errors import ConfigError, explained
+from rolepool.models.packing import add_token_scores
+from rolepool.models.sharding import PACKED
 
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config keys of models whose logits are not just the last hidden state times the head."""
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
-"""What transformers raises if it cannot load a model from a folder."""
+UNREADABLE = (ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
+"""What transformers raises, besides OSError, if it cannot load a model from a folder."""
+FIX = "give a model's folder or hub id"
 MAX_WEIGHTS_NAMED = 3
 
 
 def read_model_config(
     key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
-) -> PretrainedConfig:
+) -> transformers.PretrainedConfig:
     """The config of the model at `path`, the value of `key`. A folder with missing or damaged files is an error."""
     if path is None:
         raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
@@ -46,20 +40,16 @@ def read_model_config(
     if is_folder and not (has_weights and (folder / "config.json").is_file()):
         missing = "config.json" if has_weights else "weights"
         raise ConfigError(f"{key}={path}: has no {missing}; give a folder with a config.json and *.safetensors files")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, **overrides
-        )
-    except UNREADABLE as error:
-        overridden = f" with {overrides}" if overrides else ""
-        what = f"cannot be loaded{overridden}" if is_folder else "is neither a folder nor a model on the hub"
-        raise ConfigError(f"{key}={path}: {what} ({_line(error)}); give a model's folder or hub id") from None
+    problem = "is neither a folder nor a model on the hub"
+    if is_folder:
+        problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
+    settings = {"trust_remote_code": trust_remote_code, **overrides}
+    with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
+        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(str(folder), **settings)
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except UNREADABLE as error:
-            raise ConfigError(f"{key}={path}: {file.name} is damaged ({_line(error)}); copy it again") from None
+        # Opening a file checks it.
+        with explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE), safe_open(file, "pt"):
+            pass
     return config
 
 
@@ -68,7 +58,7 @@ def load_policy(
 ) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded."""
     key = "actor_rollout_ref.model.path"
-    model: Any = _load(AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
+    model: Any = _load(transformers.AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
     found = [name for name in CHANGES_LOGITS if getattr(model.config, name, None) not in (None, 1)]
     head = model.get_output_embeddings()
     if found or not isinstance(head, nn.Linear) or head.bias is not None:
@@ -79,76 +69,48 @@ def load_policy(
 
 def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has none."""
-    overrides = {"num_labels": 1, "classifier_dropout": 0.0}
-    key = "critic.model.path"
-    auto = AutoModelForTokenClassification
-    return _load(auto, key, path, dtype, trust_remote_code, overrides, packed, new_head=True)
+    overrides, auto = {"num_labels": 1, "classifier_dropout": 0.0}, transformers.AutoModelForTokenClassification
+    return _load(auto, "critic.model.path", path, dtype, trust_remote_code, overrides, packed)
 
 
 def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     """A sequence classifier with one output, the score of the whole text."""
-    overrides = {"num_labels": 1}
-    key = "reward_model.model.path"
-    return _load(AutoModelForSequenceClassification, key, path, dtype, trust_remote_code, overrides, packed=False)
+    overrides, auto = {"num_labels": 1}, transformers.AutoModelForSequenceClassification
+    return _load(auto, "reward_model.model.path", path, dtype, trust_remote_code, overrides, packed=False)
 
 
 def _load(
-    auto: Any,
-    key: str,
-    path: str | None,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    overrides: dict[str, Any],
-    packed: bool,
-    *,
-    new_head: bool = False,
+    auto: Any, key: str, path: str | None, dtype: torch.dtype, trusted: bool, overrides: dict[str, Any], packed: bool
 ) -> nn.Module:
-    config = read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=overrides)
+    settings = {
+        "config": read_model_config(key, path, trust_remote_code=trusted, overrides=overrides),
+        "dtype": dtype,
+        "trust_remote_code": trusted,
+        "attn_implementation": PACKED if packed else "sdpa",
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are reported in `info`, and are errors below
+    }
     model: nn.Module
-    try:
-        with _quiet():
-            model, info = auto.from_pretrained(
-                str(Path(str(path)).expanduser()),
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=PACKED if packed else "sdpa",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported in info, and are errors below
-            )
-    except UNREADABLE as error:
-        raise ConfigError(f"{key}={path}: cannot be loaded ({_line(error)}); give a model's folder or hub id") from None
-    trunk = f"{model.base_model_prefix}."
-    missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not new_head]
+    with explained(f"{key}={path}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
+        # Without progress bars and without transformers' report of new weights, which are checked below.
+        restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
+        restored.callback(transformers_logging.enable_progress_bar)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        model, info = auto.from_pretrained(str(Path(str(path)).expanduser()), **settings)
+    trunk, has_new_head = f"{model.base_model_prefix}.", auto is transformers.AutoModelForTokenClassification
+    missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
-    for names, why in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
+    for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
         if names:
             more = f" and {len(names) - MAX_WEIGHTS_NAMED} more" if len(names) > MAX_WEIGHTS_NAMED else ""
             named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
             raise ConfigError(
-                f"{key}={path}: weights of a {type(model).__name__} {why} ({named}), so they would be random; "
-                "give such a model with all its weights; an override_config may not change its shape"
+                f"{key}={path}: weights of a {type(model).__name__} {reason} ({named}), so they would be random; "
+                "give such a model with all its weights; override_config must not change its shape"
             )
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without progress bars and without transformers' report of new weights, which `_load` checks itself."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        transformers_logging.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    """The first line of the message; after a colon, also the next line."""
-    return (str(error).strip().replace(":\n   ", ":").splitlines() or [type(error).__name__])[0]

@@ -1,8 +1,4 @@
-"""Cutting rows into passes and over ranks.
-
-Owns three decisions, all pure: the passes of a fixed number of rows, the passes of bounded tokens, and the order that
-gives every rank its part of every mini-batch with about the same number of tokens.
-"""
+"""Splitting rows into micro-batches and over ranks. Pure functions of the lengths of rows."""
 
 from __future__ import annotations
 
@@ -13,42 +9,30 @@ import numpy as np
 import numpy.typing as npt
 
 
-def by_rows(num_rows: int, rows_per_pass: int) -> list[list[int]]:
-    """Passes of `rows_per_pass` rows, in order; the last may be smaller."""
-    return [list(range(start, min(start + rows_per_pass, num_rows))) for start in range(0, num_rows, rows_per_pass)]
+def by_rows(num_rows: int, rows_per_part: int) -> list[list[int]]:
+    """Parts of `rows_per_part` rows, in order; the last may be smaller."""
+    return [list(range(start, min(start + rows_per_part, num_rows))) for start in range(0, num_rows, rows_per_part)]
 
 
 def num_passes(lengths: Sequence[int], max_tokens: int) -> int:
-    """The fewest passes into which `by_tokens` cuts the rows with none over the limit (but for single longer rows)."""
+    """The fewest micro-batches of at most `max_tokens` tokens (or of one longer row) that `balanced` can make."""
     limit = max(max_tokens, max(lengths, default=0))
-    count = max(1, -(-sum(lengths) // limit))
-    while count < len(lengths) and max(_loads(balanced(lengths, count), lengths)) > limit:
-        count += 1
-    return min(count, max(1, len(lengths)))
+    for count in range(max(1, -(-sum(lengths) // limit)), len(lengths)):
+        if all(sum(lengths[row] for row in part) <= limit for part in balanced(lengths, count)):
+            return count
+    return max(1, len(lengths))
 
 
-def balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """As many parts with about the same number of tokens: longest row first, each to the part with the fewest."""
+def balanced(lengths: Sequence[int], num_parts: int, max_rows: int | None = None) -> list[list[int]]:
+    """Parts with about the same number of tokens, and at most `max_rows` rows: longest row first, each to the part
+    with the fewest tokens."""
     heap = [(0, 0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         tokens, size, part = heapq.heappop(heap)
         parts[part].append(row)
-        heapq.heappush(heap, (tokens + lengths[row], size + 1, part))
-    return [sorted(part) for part in parts]
-
-
-def balanced_equal(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """As `balanced`, and every part has the same number of rows, which `num_parts` must divide."""
-    assert len(lengths) % num_parts == 0
-    capacity = len(lengths) // num_parts
-    heap = [(0, part) for part in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        tokens, part = heapq.heappop(heap)
-        parts[part].append(row)
-        if len(parts[part]) < capacity:
-            heapq.heappush(heap, (tokens + lengths[row], part))
+        if size + 1 != max_rows:
+            heapq.heappush(heap, (tokens + lengths[row], size + 1, part))
     return [sorted(part) for part in parts]
 
 
@@ -57,22 +41,14 @@ def rank_order(
 ) -> npt.NDArray[np.int64]:
     """The order of rows that gives each rank, one after another, its rows of every mini-batch.
 
-    Mini-batches are the given rows in order, so which rows are in one does not depend on the number of ranks.
+    Mini-batches are the given rows in order, so which rows are in one does not depend on the number of ranks, which
+    must divide its size. With `balance` ranks get about the same number of tokens.
     """
-    of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-    for start in range(0, len(lengths), rows_per_mini_batch):
-        rows = range(start, min(start + rows_per_mini_batch, len(lengths)))
-        inside = [lengths[row] for row in rows]
+    rows_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    for rows in by_rows(len(lengths), rows_per_mini_batch):
+        assert len(rows) % num_ranks == 0
         size = len(rows) // num_ranks
-        cut = (
-            balanced_equal(inside, num_ranks)
-            if balance
-            else [list(range(r * size, (r + 1) * size)) for r in range(num_ranks)]
-        )
-        for rank, part in enumerate(cut):
-            of_rank[rank].extend(start + row for row in part)
-    return np.asarray([row for rows in of_rank for row in rows], dtype=np.int64)
-
-
-def _loads(parts: list[list[int]], lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[row] for row in part) for part in parts]
+        parts = balanced([lengths[row] for row in rows], num_ranks, size) if balance else by_rows(len(rows), size)
+        for of_rank, part in zip(rows_of_rank, parts, strict=True):
+            of_rank.extend(rows[0] + row for row in part)
+    return np.concatenate([np.asarray(rows, dtype=np.int64) for rows in rows_of_rank])

@@ -1,90 +1,100 @@
-"""The rows of a micro-batch on the device: their tokens, one row after another without padding.
+"""Forward passes over prompt-and-response rows, packed or padded: log-probs, entropies and values of response tokens.
 
-Owns where each token of a row is, in the flat tokens and in padded tensors. That is worked out in host memory from the
-lengths of rows, so the host never waits for the device while it prepares a pass.
+Owns where each token of a row is, in the flat tokens and in padded tensors, and the attention that Hugging Face models
+call for packed sequences. Places of tokens are computed in host memory from the lengths of rows, so the host never
+waits for the device while it prepares a micro-batch. Packed and padded passes give the same numbers.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
 
-from rolepool.models.attention import packed_arguments
+from rolepool.algorithm.log_probs import LinearLogProbs, precise
+from rolepool.errors import RolepoolError
+from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
+from rolepool.placement.estimate import LOGITS_AT_ONCE
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, ragged, ragged_parts
+
+LOGITS_AT_ONCE_UNCOMPILED = 2**25
+"""Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
+
+# Newer versions of torch need this if keys have fewer heads than queries; older versions do not have the argument.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """A tensor of host memory on the device, without waiting for what the device still has to do."""
+    """Copy a tensor from host memory to the device, without waiting for what the device still has to do."""
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
 class TokenRows:
-    """Prompt-and-response rows. What is computed for response tokens is flat: all rows, one after another."""
+    """The rows of a micro-batch: prompts and responses. Values for response tokens are flat: row after row."""
 
-    ids: Tensor
-    """All tokens, flat, on the device."""
-    lengths: Tensor
-    """The tokens of each row. This and what follows is in host memory."""
-    num_response: Tensor
-    """The response tokens of each row."""
-    row_of_token: Tensor
-    position_of_token: Tensor
-    is_response: Tensor
-    """Which tokens belong to responses."""
-
-    @classmethod
-    def of(cls, batch: Mapping[str, Tensor], device: str) -> TokenRows:
-        """The rows of a batch in host memory."""
+    def __init__(self, batch: Mapping[str, Tensor], device: str) -> None:
+        """`batch` is in host memory. Only `ids` are copied to the device."""
         ids, offsets = ragged_parts(batch[INPUT_IDS])
-        num_prompt, lengths = batch[NUM_PROMPT_TOKENS], offsets.diff()
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        positions = torch.arange(len(ids)) - offsets[rows]
-        is_response = positions >= num_prompt[rows]
-        return cls(on_device(ids, device), lengths, lengths - num_prompt, rows, positions, is_response)
+        num_prompt = batch[NUM_PROMPT_TOKENS]
+        self.ids = on_device(ids, device)
+        """All tokens, flat."""
+        self.lengths = offsets.diff()
+        """Number of tokens of each row."""
+        self.num_response = self.lengths - num_prompt
+        """Number of response tokens of each row."""
+        self._rows = torch.repeat_interleave(torch.arange(len(num_prompt)), self.lengths)
+        self._positions = torch.arange(len(ids)) - offsets[self._rows]
+        self._places_of_responses = (self._positions >= num_prompt[self._rows]).nonzero()[:, 0]
 
     @property
     def responses(self) -> Tensor:
         """The response tokens."""
-        return self.ids[self._on_device(self.is_response.nonzero()[:, 0])]
+        return self.ids[self._on_device(self._places_of_responses)]
 
     def packed_inputs(self) -> tuple[dict[str, object], Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each response token."""
         lengths = self.lengths[self.lengths > 0]
-        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+        starts = self._on_device(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int())
+        longest = int(lengths.max())
         inputs = {
             "input_ids": self.ids.unsqueeze(0),
-            "position_ids": self._on_device(self.position_of_token).unsqueeze(0),
-            **packed_arguments(self._on_device(starts), int(lengths.max())),
+            "position_ids": self._on_device(self._positions).unsqueeze(0),
+            # Models pass these to attention: where sequences start (and the last one ends), and the longest length.
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
+            "max_length_k": longest,
         }
-        return inputs, self._on_device(self.is_response.nonzero()[:, 0] - 1)
+        return inputs, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[dict[str, object], Tensor]:
         """The same with one row each, padded on the right to the longest; places count through all rows."""
         width = int(self.lengths.max())
         is_real = torch.arange(width) < self.lengths[:, None]
-        places = self.row_of_token * width + self.position_of_token
+        places = self._rows * width + self._positions
         ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(0, self._on_device(places), self.ids)
-        inputs: dict[str, object] = {
-            "input_ids": ids.view(is_real.shape),
-            "attention_mask": self._on_device(is_real.long()),
-        }
-        return inputs, self._on_device(places[self.is_response] - 1)
+        mask = self._on_device(is_real.long())
+        return {"input_ids": ids.view(is_real.shape), "attention_mask": mask}, self._on_device(
+            places[self._places_of_responses] - 1
+        )
 
     def pad(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as [rows, longest response], with zeros after the end of each response."""
-        width = int(self.num_response.max())
+        size = (len(self.lengths), int(self.num_response.max()))
         first = self.lengths - self.num_response
-        places = self.row_of_token * width + self.position_of_token - first[self.row_of_token]
-        padded = of_responses.new_zeros(len(self.lengths) * width)
-        return padded.index_copy(0, self._on_device(places[self.is_response]), of_responses).view(
-            len(self.lengths), width
-        )
+        places = (self._rows * size[1] + self._positions - first[self._rows])[self._places_of_responses]
+        padded = of_responses.new_zeros(size[0] * size[1])
+        return padded.index_copy(0, self._on_device(places), of_responses).view(size)
 
     def ragged(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as a ragged column."""
@@ -92,3 +102,105 @@ class TokenRows:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.ids.device)
+
+
+class TokenScores(NamedTuple):
+    """Log-probs and entropies of the response tokens of all rows, flat."""
+
+    log_probs: Tensor
+    entropies: Tensor
+
+
+def response_log_probs(model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool) -> TokenScores:
+    """Log-probs of the response tokens under the distribution that was sampled from, softmax(logits / temperature)."""
+    inputs, places = rows.packed_inputs() if packed else rows.padded_inputs()
+    scores = getattr(model, TOKEN_SCORES)({**inputs, "use_cache": False}, places, rows.responses, temperature)
+    return TokenScores(*scores)
+
+
+def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tensor:
+    """The value of the state before each response token, flat."""
+    inputs, places = rows.packed_inputs() if packed else rows.padded_inputs()
+    values: Tensor = model(**inputs, use_cache=False).logits[..., 0]
+    return precise(values.flatten()[places])
+
+
+def add_token_scores(model: nn.Module) -> nn.Module:
+    """Give a language model the method `token_scores`, which computes scores without all logits at once."""
+    setattr(model, TOKEN_SCORES, MethodType(_token_scores, model))
+    return model
+
+
+def _token_scores(
+    model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
+    return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)
+
+
+@cache
+def _linear_log_probs(on_gpu: bool) -> LinearLogProbs:
+    return LinearLogProbs(LOGITS_AT_ONCE, compiled_for_weight) if on_gpu else LinearLogProbs(LOGITS_AT_ONCE_UNCOMPILED)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of [1, heads, tokens, head_dim] within each sequence; returns [1, tokens, heads, head_dim].
+
+    With a window a token attends to that many tokens, including itself. A GPU has a kernel for packed sequences, which
+    needs no mask and does not repeat keys and values. On a CPU sequences are padded.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise RolepoolError(
+            f"{type(module).__name__} was not told where packed sequences start: write use_remove_padding=false"
+        )
+    if query.device.type == "cuda":
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        where = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        on_gpu: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window, **_GROUPED)
+        return on_gpu.unsqueeze(0), None
+    return _padded_attention((query, key, value), scaling, sliding_window, cu_seq_lens_q), None
+
+
+def _padded_attention(
+    qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None, starts: Tensor
+) -> Tensor:
+    """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
+    lengths = starts.diff()
+    sizes = lengths.float().log2().ceil()
+    outputs, places = [], []
+    for size in sizes.unique():
+        is_here = sizes == size
+        length = int(lengths[is_here].max())
+        columns_l, mask = torch.arange(length, device=starts.device), None
+        # Sequences are padded at their ends, so no real token attends to padding.
+        real_nl = columns_l < lengths[is_here][:, None]
+        places_nl = torch.where(real_nl, starts[:-1][is_here][:, None] + columns_l, 0)
+        query_nhld, key_nhld, value_nhld = (
+            states[0].index_select(1, places_nl.flatten()).unflatten(1, places_nl.shape).transpose(0, 1)
+            for states in qkv
+        )
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril().triu(1 - window)
+        outputs_nhld = F.scaled_dot_product_attention(
+            query_nhld, key_nhld, value_nhld, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+        outputs.append(outputs_nhld.transpose(1, 2)[real_nl])
+        places.append(places_nl[real_nl])
+    return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
+
+
+# Hugging Face makes no mask for an attention of this name.
+AttentionInterface.register(PACKED, packed_attention)

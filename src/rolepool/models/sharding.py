@@ -1,43 +1,57 @@
-"""Sharding weights over the ranks of a pool, with FSDP2.
+"""How a model computes on the ranks of a pool: in 16 bits and compiled on a GPU, and sharded with FSDP2.
 
-Owns which modules are sharded together, which are compiled, and gathering whole weights. In a pool of one process
-models are not sharded.
+Owns these three changes to a Hugging Face model and their order, gathering whole weights, and sums over ranks. In a
+pool of one process models are not sharded. Nothing is compiled for a CPU.
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
+import time
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.utils._triton import has_triton
 
-from rolepool.models.attention import is_packed
-from rolepool.models.compiling import compile_layers
-from rolepool.models.forward import TOKEN_SCORES
-from rolepool.models.precision import compute_in
+logger = logging.getLogger(__name__)
+
+PACKED = "rolepool_packed"
+"""`attn_implementation` of models that run packed rows; their layers are compiled on a GPU."""
+TOKEN_SCORES = "token_scores"
+"""A method that policies have (see `packing`). Weights are cast and gathered for it as they are for `forward`."""
+MOST_VERSIONS = 32
+"""Maximum number of compiled versions of one function."""
 
 
 def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     """The model on its device, sharded over `fsdp_size` ranks (-1 is the whole pool) and replicated over the rest."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    layers = list(decoder_layers(model))
+    _, world_size = rank_and_count()
+    layers = decoder_layers(model)
     own_methods = [TOKEN_SCORES] if hasattr(model, TOKEN_SCORES) else []
     if device == "cuda" and world_size == 1:
         compute_in(torch.bfloat16, model, layers, ["forward", *own_methods])
-    if device == "cuda" and is_packed(model):  # after `compute_in`, so that its casts are compiled, too
-        compile_layers(layers)
+    config: Any = getattr(model, "config", None)
+    if device == "cuda" and config._attn_implementation == PACKED:
+        # After `compute_in`, so that its casts are compiled, too. Gathering weights and checkpointing are not compiled.
+        for layer in layers:
+            layer.forward = compiled(layer.forward, _mark_head_size)
     if world_size == 1:
         return model.to(device)
     size = world_size if fsdp_size == -1 else fsdp_size
-    if size == world_size:
-        mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    dims = {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
+    mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # Layers move to the device one by one when they are sharded, so the whole model never has to fit there.
@@ -45,8 +59,8 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Losses of ranks are shares that add up, so gradients are summed; averaging and scaling back would round them.
-        # As plain sums, because gloo has no other reduction.
+        # The loss of the mini-batch is the sum of the ranks' losses, so gradients are summed. Averaging them
+        # and scaling back would round them. They are plain sums, because gloo has no other reduction.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     for name in own_methods:
@@ -54,26 +68,112 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     return model
 
 
-def decoder_layers(model: nn.Module) -> Iterable[nn.Module]:
+def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     """The repeated layers of a transformer: its longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=nn.ModuleList())
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
-def free_gathered(model: nn.Module) -> None:
-    """Free the embedding, head and last norm that FSDP2 gathered. Without a backward pass it would keep them for the
-    next forward pass."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+# 16 bits
 
 
-def add_up_replicas(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass also sums gradients over replicas; it always sums them over shards.
+def compute_in(dtype: torch.dtype, model: nn.Module, layers: Iterable[nn.Module], methods: Iterable[str]) -> None:
+    """Let the layers, and these methods of the model around them, compute with copies of the weights in `dtype`.
 
-    Keeping unsharded gradients until the last micro-batch would take as much memory as the whole model.
+    Each layer creates its copies when it runs, and in training may keep them for its backward pass. Weights and
+    gradients stay in fp32. FSDP2 does the same for sharded models.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(now)
+    if all(parameter.dtype == dtype for parameter in model.parameters()):
+        return
+    of_layers: set[nn.Parameter] = set()
+    for layer in layers:
+        of_layers.update(layer.parameters())
+        _use_copies(dtype, layer, "forward", {name for name, _ in layer.named_parameters()})
+    around = {name for name, weight in model.named_parameters() if weight not in of_layers}
+    for method in methods:
+        _use_copies(dtype, model, method, around)
+
+
+class _Call(nn.Module):
+    """Wraps a method of a module as a `forward`, so that `functional_call` can replace the weights for one call."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.method = module, method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(*args, **kwargs)
+
+
+def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Container[str]) -> None:
+    call = _Call(module, getattr(module, method))
+
+    def with_copies(*args: Any, **kwargs: Any) -> Any:
+        copies = {
+            f"module.{name}": weight.to(dtype) for name, weight in call.module.named_parameters() if name in weights
+        }
+        return functional_call(call, copies, args, kwargs)
+
+    setattr(module, method, with_copies)
+
+
+# Compiling. Torch caches compiled code on disk for later processes.
+
+
+def compiled(function: Callable[..., Any], mark: Callable[..., None] | None = None) -> Callable[..., Any]:
+    """The compiled function, for any number of tokens; the function itself if there is no compiler.
+
+    `mark` gets the arguments before each call and marks sizes as constant, so that kernels are compiled for them.
+    """
+    if not has_compiler():
+        return function
+    fast = torch.compile(function, dynamic=True)
+    if mark is None:
+        return fast
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mark(*args, **kwargs)
+        return fast(*args, **kwargs)
+
+    return call
+
+
+def _mark_head_size(*_: Any, position_embeddings: Iterable[Tensor] | None = None, **__: Any) -> None:
+    """Mark the width of rotary tables. Otherwise kernels would divide by it for every number that they move."""
+    for table in position_embeddings or ():
+        torch._dynamo.mark_static(table, table.dim() - 1)
+
+
+def compiled_for_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `compiled`, for a function whose second argument is a weight: kernels are compiled for its exact size."""
+    return compiled(function, lambda inputs, weight, *_: torch._dynamo.mark_static(weight))
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether functions can be compiled. The first call sets up logging of how long compiling takes."""
+    if not has_triton() or not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        logger.warning("found no Triton or no C compiler, so models run uncompiled and slower; install gcc and triton")
+        return False
+    # Roles of a process share the code of layers; training, scoring and frozen weights need their own versions.
+    torch._dynamo.config.recompile_limit = MOST_VERSIONS
+    started_s = [0.0]
+    on_compile_start(lambda _: started_s.append(time.perf_counter()))
+
+    @on_compile_end
+    def end(args: Any) -> None:
+        trigger, seconds = args.callback_trigger.name.lower(), time.perf_counter() - started_s[-1]
+        logger.info("compiled a part of the model (%s) in %.1f s", trigger, seconds)
+
+    return True
+
+
+# Over ranks
+
+
+def rank_and_count() -> tuple[int, int]:
+    """This process's rank in its pool, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def whole_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -88,24 +188,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients down to a norm (over all shards) of at most `max_norm`; returns the norm before."""
-    return whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-
-
 def sum_over_ranks(values: dict[str, float], device: str) -> dict[str, float]:
     """Every value summed over the pool. All ranks must have the same keys."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not values:
-        return values
-    total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return dict(zip(values, total.tolist(), strict=True))
+    return dict(zip(values, _reduced(values.values(), dist.ReduceOp.SUM, device), strict=True))
 
 
 def max_over_ranks(value: int, device: str) -> int:
     """The largest of the ranks' values."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    return int(_reduced([value], dist.ReduceOp.MAX, device)[0])
+
+
+def _reduced(numbers: Iterable[float], operation: Any, device: str) -> list[float]:
+    values = torch.tensor(list(numbers), dtype=torch.float64)
+    if len(values) and rank_and_count()[1] > 1:
+        values = values.to(device)
+        dist.all_reduce(values, op=operation)
+    return values.tolist()

@@ -1,24 +1,54 @@
-"""A model in training: optimizer, learning rate, and one exact optimizer step per mini-batch.
+"""Models on their devices: frozen, or in training with an optimizer and one exact optimizer step per mini-batch.
 
-Owns gradient accumulation, clipping, schedule and offload. The caller passes the loss.
+Owns gradient accumulation, clipping, learning rate, offload, and how much of a GPU's arithmetic an update uses. The
+caller passes the loss.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
-from rolepool.models.sharding import add_up_replicas, clip_gradients, free_gathered, shard
+from rolepool.models.sharding import shard, whole
+from rolepool.placement.models import ModelShape
 from rolepool.protocol.parts import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
-"""The loss of some rows and its metrics, as shares that add up to the values of the whole mini-batch."""
+"""The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
+Move = Callable[[str], object]
+"""Moves offloaded tensors to a device."""
+
+PEAK_TFLOPS = {"A100": 312, "L40S": 362, "H20": 148, "H100": 989, "H200": 989, "H800": 989, "B200": 2250}
+"""10^12 matrix operations per second in 16 bits, without sparsity, by a word of the GPU's name."""
+
+
+class FrozenModel:
+    """A model without training: no gradients, no optimizer, and in host memory while idle if `offload` is set."""
+
+    def __init__(self, model: nn.Module, *, device: str, offload: bool) -> None:
+        self.model, self.device = shard(model.requires_grad_(False), device, -1).eval(), device
+        self._moves: list[Move] = [self.model.to] if offload and device != "cpu" else []
+        _leave_device(self.model, self._moves)
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """The model on its device inside the block, without gradients."""
+        for move in self._moves:
+            move(self.device)
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            _leave_device(self.model, self._moves)
 
 
 class TrainedModel:
@@ -37,51 +67,44 @@ class TrainedModel:
     ) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        self.device = device
-        self.model = shard(model, device, fsdp.fsdp_size)
-        self.optim = optim
-        self.grad_clip = grad_clip
-        self.num_training_steps = num_training_steps
-        self.num_updates = 0
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            fused=device == "cuda",
-        )
+        self.model, self.device = shard(model, device, fsdp.fsdp_size), device
+        self.optim, self.grad_clip = optim, grad_clip
+        self.num_training_steps, self.num_updates = num_training_steps, 0
+        settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
         self._failed: BaseException | None = None
-        self._offload = (fsdp.param_offload, fsdp.optimizer_offload)
-        self._leave_device()
+        moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
+        self._moves: list[Move] = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
+        _leave_device(self.model, self._moves)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
-        step, warmup = self.num_updates, self._num_warmup_steps
+        optim, step, warmup = self.optim, self.num_updates, self.optim.lr_warmup_steps
+        if warmup < 0:
+            warmup = int(optim.lr_warmup_steps_ratio * self.num_training_steps)
         if step < warmup:
-            return self.optim.lr * (step + 1) / warmup
-        if self.optim.lr_scheduler_type == "constant":
-            return self.optim.lr
+            return optim.lr * (step + 1) / warmup
+        if optim.lr_scheduler_type == "constant":
+            return optim.lr
         done = min(1.0, (step - warmup) / max(1, self.num_training_steps - warmup))
-        lowest = self.optim.min_lr_ratio
-        return self.optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
-
-    @property
-    def _num_warmup_steps(self) -> int:
-        if self.optim.lr_warmup_steps >= 0:
-            return self.optim.lr_warmup_steps
-        return int(self.optim.lr_warmup_steps_ratio * self.num_training_steps)
+        lowest = optim.min_lr_ratio
+        return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def step(self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
         """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank.
 
-        Metrics are this rank's shares, and `grad_norm` of the whole pool; if that is not finite, the update is skipped.
-        They stay on the device, because reading them would wait for the device and leave it idle until the next work.
+        Metrics are sums over this rank's rows, except `grad_norm`, which is that of the whole pool; if it is not
+        finite, the update is skipped. They stay on the device, because reading them would wait for the device, which
+        would then be idle until it gets more work.
         """
         self.model.train()
         totals: dict[str, Tensor] = {}
-        for number, rows in enumerate(micro_batches):
-            add_up_replicas(self.model, number == len(micro_batches) - 1)
+        for number, rows in enumerate(micro_batches, 1):
+            if isinstance(self.model, FSDPModule):
+                # Each backward pass sums gradients over shards, because unsharded gradients would take as much memory
+                # as the whole model. Only the last one also sums them over replicas.
+                self.model.set_requires_all_reduce(number == len(micro_batches))
             with part("forward"):
                 loss, metrics = loss_of(rows)
             with part("backward"):
@@ -91,18 +114,15 @@ class TrainedModel:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         with part("optimizer"):
-            norm = clip_gradients(self.model, self.grad_clip)
-            self._step_unless(~norm.isfinite())
+            norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
+            is_bad = ~norm.isfinite()
+            if self.device == "cuda":
+                # The fused kernel reads this flag, and changes nothing if it is 1.
+                self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+            if self.device == "cuda" or not is_bad:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return {**totals, "grad_norm": norm.double()}
-
-    def _step_unless(self, bad: Tensor) -> None:
-        if self.device == "cuda":
-            # The fused kernel reads this flag, and changes nothing if it is 1.
-            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not bad:
-            self.optimizer.step()
 
     def recompute_activations(self, now: bool) -> None:
         """Whether backward passes recompute activations; needs `checkpointing`."""
@@ -118,33 +138,51 @@ class TrainedModel:
         """
         if self._failed is not None:
             raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
-        params_away, optimizer_away = self._offload
-        if params_away:
-            self.model.to(self.device)
-        if optimizer_away and training:
-            self._move_optimizer(self.device)
+        for move in self._moves:
+            if training or move != self._move_optimizer:
+                move(self.device)
         try:
             yield self.model
         except BaseException as error:
             self._failed = error if training else None
             raise
         finally:
-            free_gathered(self.model)
-            self._leave_device()
-
-    def _leave_device(self) -> None:
-        params_away, optimizer_away = self._offload
-        if self.device == "cpu":
-            return
-        if params_away:
-            self.model.to("cpu")
-        if optimizer_away:
-            self._move_optimizer("cpu")
-        if params_away or optimizer_away:
-            torch.cuda.empty_cache()
+            _leave_device(self.model, self._moves)
 
     def _move_optimizer(self, device: str) -> None:
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = value.to(device)
+
+
+def _leave_device(model: nn.Module, moves: Sequence[Move]) -> None:
+    """Free memory after a use of the model: gathered weights, and what is offloaded."""
+    if isinstance(model, FSDPModule):
+        # Without a backward pass FSDP2 would keep the embedding, head and last norm gathered for the next forward pass.
+        model.reshard()
+    for move in moves:
+        move("cpu")
+    if moves:
+        torch.cuda.empty_cache()
+
+
+def model_utilization(shape: ModelShape | None, lengths: Tensor, seconds: float, device: str) -> float | None:
+    """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used, between 0 and 1; None if
+    the model's shape or the GPU's peak is not known."""
+    peak = None if device == "cpu" else peak_flops(torch.cuda.get_device_name())
+    if shape is None or peak is None:
+        return None
+    return training_flops(shape, lengths) / (seconds * peak)
+
+
+def training_flops(shape: ModelShape, lengths: Tensor) -> float:
+    """Forward and backward: six operations per parameter and token, and causal attention within each sequence."""
+    width = shape.num_heads * shape.head_dim
+    attention = 6 * shape.num_layers * width * int((lengths.long() ** 2).sum())
+    return 6.0 * shape.num_params * int(lengths.sum()) + attention
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    words = re.split(r"\W+", gpu_name)
+    return next((tflops * 1e12 for word, tflops in PEAK_TFLOPS.items() if word in words), None)

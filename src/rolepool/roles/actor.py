@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts, agg_loss, compute_policy_loss_vanilla, masked_kl_penalty
 from rolepool.config import Config
-from rolepool.models.forward import TokenScores, response_log_probs
-from rolepool.models.packing import TokenRows
+from rolepool.models.packing import TokenRows, TokenScores, response_log_probs
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register

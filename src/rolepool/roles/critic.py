@@ -9,9 +9,8 @@ from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts, compute_value_loss, masked_sum
 from rolepool.config import Config
-from rolepool.models.forward import response_values
 from rolepool.models.loading import load_critic
-from rolepool.models.packing import TokenRows
+from rolepool.models.packing import TokenRows, response_values
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import TOKENS

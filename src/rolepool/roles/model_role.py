@@ -46,7 +46,7 @@ class ModelRole(Worker):
         """The columns that are computed from the tokens of micro-batches, in the order of rows and in host memory."""
         tokens = data.select(list(TOKENS), [], [])
         passes = self.passes[method].cut(lengths_of(data.batch[INPUT_IDS]).tolist())
-        parts = [DataProto.from_dict(compute(TokenRows.of(tokens[rows].batch, self.device))) for rows in passes]
+        parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in passes]
         computed = DataProto.concat(parts).to("cpu")  # only now, so that passes do not wait for each other's results
         computed.reorder(np.argsort([row for rows in passes for row in rows]))
         return computed

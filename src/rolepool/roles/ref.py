@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from rolepool.config import Config
-from rolepool.models.forward import response_log_probs
-from rolepool.models.frozen import FrozenModel
-from rolepool.models.packing import TokenRows
+from rolepool.models.packing import TokenRows, response_log_probs
+from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import TOKENS

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rolepool.config import Config
-from rolepool.models.frozen import FrozenModel
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
+from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import INPUT_IDS, TOKENS, ragged, ragged_parts

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from rolepool.algorithm.losses import LossCounts
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, CriticModelConfig, FsdpConfig, PolicyModelConfig
-from rolepool.models.checkpoint.state import load_trained, save_trained
+from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.packing import TokenRows, on_device
 from rolepool.models.sharding import sum_over_ranks
-from rolepool.models.training import TrainedModel
-from rolepool.models.utilization import model_utilization
+from rolepool.models.training import TrainedModel, model_utilization
 from rolepool.placement import Role
 from rolepool.placement.estimate import shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
@@ -117,7 +116,7 @@ class TrainedRole(ModelRole):
         self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         part: DataProto = batch[rows]
-        tokens, kept = TokenRows.of(part.batch, self.device), kept_lengths(part)
+        tokens, kept = TokenRows(part.batch, self.device), kept_lengths(part)
         of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}
         columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
         columns["response_mask"] = on_device(torch.arange(int(tokens.num_response.max())) < kept[:, None], self.device)

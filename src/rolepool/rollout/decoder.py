@@ -7,8 +7,8 @@ activation and rotary tables. Does not know about requests, sampling or scheduli
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +17,20 @@ from torch import Tensor, nn
 
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
-from rolepool.placement.models import num_positions, why_not_native
-from rolepool.rollout import gpu
+from rolepool.placement.models import why_not_native
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
 
+UNLIMITED = 2**30
+"""The window of layers without a window: more tokens than any sequence has."""
 _MAX_FLASH_HEAD_DIM = 256
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also in the cache, to
-outputs (tokens, heads * head_dim)."""
 Store = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
 """From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to the three, after
 rotary embedding; keys and values are stored in the cache."""
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""From a layer's index and the queries, keys and values (tokens, heads, head_dim), which are also in the cache, to
+outputs (tokens, heads * head_dim)."""
 
 
 class Piece(NamedTuple):
@@ -41,14 +42,15 @@ class Piece(NamedTuple):
 
 
 class Projection:
-    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if `fuse` copies their
-    weights into one matrix, or if `join_weights` has joined them, which needs no copy and follows updates."""
+    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if `join_weights` has
+    joined their weights, which needs no copy and follows updates. On a CPU, where the number of operations matters,
+    other weights are copied into one matrix."""
 
-    def __init__(self, *linears: nn.Linear, fuse: bool) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
-        join = torch.cat if fuse else _joined
-        weight, has_bias = join([linear.weight for linear in linears]), linears[0].bias is not None
-        bias = join([linear.bias for linear in linears]) if has_bias else None
+        weights, has_bias = [linear.weight for linear in linears], linears[0].bias is not None
+        join = partial(_joined, or_copy=not weights[0].is_cuda)
+        weight, bias = join(weights), join([linear.bias for linear in linears]) if has_bias else None
         if weight is not None and has_bias == (bias is not None):
             self._parts = [(weight, bias)]
 
@@ -57,361 +59,259 @@ class Projection:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-class Norm(NamedTuple):
+class Norm:
     """RMS norm over the last axis."""
 
-    weight: Tensor
-    eps: float
+    def __init__(self, module: Any) -> None:
+        self.weight, self.eps = module.weight, module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Layer(NamedTuple):
-    input_norm: Norm
-    qkv: Projection
-    q_norm: Norm | None
-    k_norm: Norm | None
-    out: Projection
-    mlp_norm: Norm
-    gate_up: Projection
-    gate: Callable[[Tensor], Tensor]
-    """From concatenated gates and inner features to gated features."""
-    down: Projection
+class Layer:
+    """The weights of one layer."""
 
-
-@dataclass(frozen=True)
-class Weights:
-    """The model's weights as a forward pass uses them. Valid until the weights change."""
-
-    embedding: Tensor
-    layers: list[Layer]
-    norm: Norm
-    head: Projection
-    cos: Tensor
-    """(positions, head_dim)"""
-    signed_sin: Tensor
-    """(positions, head_dim); the first half is negated, so that rotating is a roll of the axis."""
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj)
+        has_head_norms = hasattr(attention, "q_norm")
+        self.head_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if has_head_norms else None
+        self.gate_up = Projection(mlp.gate_proj, mlp.up_proj)
+        self.out, self.down = Projection(attention.o_proj), Projection(mlp.down_proj)
 
 
 class Decoder:
-    """Forward passes of `model`, a Hugging Face causal language model, with the weights that `weights` returned.
+    """Forward passes with the current weights of `model`, a Hugging Face causal language model. Valid until the weights
+    change; on a GPU it stays valid if they change in place.
 
-    If the model is tensor-parallel, all ranks of `parallel` run the same passes.
+    If the model is tensor-parallel, all ranks of `parallel` run the same passes. A GPU uses the kernels of
+    `rollout.kernels`.
     """
 
-    def __init__(self, model: nn.Module, parallel: TensorParallel) -> None:
-        self._parallel = parallel
-        untyped: Any = model  # nn.Module's types do not know Hugging Face's attributes
-        self._model, config = untyped, untyped.config
-        refuse_unknown(model)
-        layers = untyped.model.layers
-        attention = layers[0].self_attn
-        self._head_dim: int = attention.head_dim
-        self._scale: float = attention.scaling
-        self._windows = [_window_of_layer(config, index) for index in range(len(layers))]
-        self._refuse_wrapped_linears()
+    def __init__(self, model: Any, parallel: TensorParallel, num_positions: int) -> None:
+        trunk, self._parallel, self.num_positions = model.model, parallel, num_positions
+        attention, mlp = trunk.layers[0].self_attn, trunk.layers[0].mlp
+        self._embedding: Tensor = trunk.embed_tokens.weight
+        self.device, self._by_kernels = self._embedding.device, self._embedding.is_cuda
+        self._head_dim, self._scale = attention.head_dim, attention.scaling
         # Counted in the weights, because a tensor-parallel rank holds only some of the model's heads.
-        self._num_heads: int = attention.q_proj.weight.shape[0] // self._head_dim
-        self._num_kv_heads: int = attention.k_proj.weight.shape[0] // self._head_dim
-        self._is_silu = config.hidden_act == "silu"
-        self._place: Tensor | None = None
-        self.max_positions = num_positions(config.to_dict())
-        self.vocab_size: int = config.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._model.model.embed_tokens.weight.device
-        return device
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        embedding = self._model.model.embed_tokens.weight
-        return CacheShape(len(self._windows), self._num_kv_heads, self._head_dim, embedding.dtype, embedding.device)
-
-    def weights(self, num_positions: int, fuse: bool) -> Weights:
-        """The current weights. `fuse` copies weights that are applied to the same input into one matrix: fewer, larger
-        matrix products, at the cost of a second copy of half the model."""
-        trunk = self._model.model
-        embedding = trunk.embed_tokens.weight
-        cos, sin = trunk.rotary_emb(embedding, torch.arange(num_positions, device=embedding.device)[None])
+        self._num_heads, self._num_kv_heads, _ = self._heads = [
+            len(linear.weight) // self._head_dim for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        self._group_size = self._num_heads // self._num_kv_heads
+        self._windows = [_window_of_layer(model.config, index) for index in range(len(trunk.layers))]
+        self.layers = [Layer(layer) for layer in trunk.layers]
+        self._norm, self.head, self._activation = Norm(trunk.norm), Projection(model.lm_head), mlp.act_fn
+        cos, sin = trunk.rotary_emb(self._embedding, torch.arange(num_positions, device=self.device)[None])
         half = self._head_dim // 2
-        return Weights(
-            embedding=embedding,
-            layers=[self._read_layer(layer, fuse) for layer in trunk.layers],
-            norm=_read_norm(trunk.norm),
-            head=Projection(self._model.lm_head, fuse=False),
-            cos=cos[0],
-            signed_sin=torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1),
-        )
+        # Tables of (positions, head_dim). Half of the sines are negated, so that rotating is a roll of the axis.
+        self._cos, self._signed_sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        self._place: Any = None
+        self._has_silu_kernel = self._by_kernels and model.config.hidden_act == "silu"
+        if self._by_kernels:
+            from rolepool.rollout import kernels  # needs Triton
+
+            self._kernels = kernels
 
     def locate(self, cache: SlotCache) -> None:
         """Tell the kernels where the cache is, in a tensor that keeps its address."""
         place = on_device(torch.tensor(cache.place), self.device)
         self._place = place if self._place is None else self._place.copy_(place)
 
-    def prefill(self, weights: Weights, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
+    def prefill(self, cache: SlotCache, tokens_t: Tensor, pieces: list[Piece]) -> Tensor:
         """Run the packed tokens of `pieces`; the final state (pieces, hidden) of each piece's last token."""
-        counts = torch.tensor([piece.num_tokens for piece in pieces])
-        slots = torch.tensor([piece.slot for piece in pieces]).repeat_interleave(counts)
-        positions = gpu.tensor_of(range(piece.start, piece.start + piece.num_tokens) for piece in pieces)
-        slots_t, positions_t, last = (
-            on_device(host, tokens_t.device) for host in (slots, positions, counts.cumsum(0) - 1)
-        )
-        is_flash = self._can_flash(cache.shape) and all(piece.start == 0 for piece in pieces)
-        attention = self._flash_attention(pieces) if is_flash else self._prefill_attention(weights, cache, pieces)
-        hidden_te = self._run(weights, cache, tokens_t, positions_t, slots_t, attention)
-        return hidden_te[last]
+        slots, starts, counts = torch.tensor(pieces).T
+        ends = counts.cumsum(0)
+        positions = torch.arange(len(tokens_t)) + (starts - ends + counts).repeat_interleave(counts)
+        places = (positions, slots.repeat_interleave(counts), ends - 1)
+        positions_t, slots_t, last = (on_device(place, tokens_t.device) for place in places)
+        is_flash = _can_flash(cache.shape) and not starts.any()
+        attention = self._flash_attention(counts) if is_flash else self._prefill_attention(cache, pieces)
+        return self._run(cache, tokens_t, positions_t, slots_t, attention)[last]
 
-    def decode(
-        self, weights: Weights, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int
-    ) -> Tensor:
+    def decode(self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int) -> Tensor:
         """Run one token of each row; the final states (rows, hidden). With kernels a row may use any slot, and none at
         position -1. Otherwise row i uses slot i, and all positions are less than `length`."""
-        if gpu.has_kernels(tokens_b.device):
-            attention = self._kernel_attention(positions_b, slots_b)
+        if self._by_kernels:
+            attention: Attention = partial(self._attend_by_kernel, positions_b, slots_b)
         else:
-            attention = self._decode_attention(weights, cache, positions_b, length)
-        return self._run(weights, cache, tokens_b, positions_b, slots_b, attention)
+            attention = self._decode_attention(cache, positions_b, length)
+        return self._run(cache, tokens_b, positions_b, slots_b, attention)
 
     def _run(
-        self,
-        weights: Weights,
-        cache: SlotCache,
-        tokens_t: Tensor,
-        positions_t: Tensor,
-        slots_t: Tensor,
-        attention: Attention,
+        self, cache: SlotCache, tokens_t: Tensor, positions_t: Tensor, slots_t: Tensor, attention: Attention
     ) -> Tensor:
-        by_kernels = gpu.has_kernels(tokens_t.device)
-        store = (self._kernel_store if by_kernels else self._store)(weights, cache, positions_t, slots_t)
-        add_norm = _kernel_add_norm if by_kernels else _add_norm
-        next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-        x_te = F.embedding(tokens_t, weights.embedding)
-        normed_te = weights.layers[0].input_norm(x_te)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+        if self._by_kernels:
+            store: Store = partial(self._store_by_kernel, positions_t, slots_t)
+        else:
+            tables = (self._cos[positions_t][:, None], self._signed_sin[positions_t][:, None])
+            store = partial(self._store, cache, *tables, cache.places(slots_t, positions_t))
+        x_te = F.embedding(tokens_t, self._embedding)
+        normed_te = self.layers[0].input_norm(x_te)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self._norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             qkv_thd = layer.qkv(normed_te).unflatten(1, (-1, self._head_dim))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-                queries_thd, keys_thd, values_thd = qkv_thd.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-                qkv_thd = torch.cat((layer.q_norm(queries_thd), layer.k_norm(keys_thd), values_thd), dim=1)
+            if layer.head_norms is not None:
+                q_norm, k_norm = layer.head_norms
+                queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
+                qkv_thd = torch.cat((q_norm(queries_thd), k_norm(keys_thd), values_thd), dim=1)
             attended_te = attention(index, *store(index, qkv_thd))
-            x_te, normed_te = add_norm(x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm)
-            inner_te = layer.gate(layer.gate_up(normed_te))
-            x_te, normed_te = add_norm(x_te, self._parallel.sum(layer.down(inner_te)), next_norm)
+            x_te, normed_te = self._add_norm(x_te, self._parallel.sum(layer.out(attended_te)), layer.mlp_norm)
+            inner_te = self._gate(layer.gate_up(normed_te))
+            x_te, normed_te = self._add_norm(x_te, self._parallel.sum(layer.down(inner_te)), next_norm)
         return normed_te
 
-    def _store(self, weights: Weights, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
-        cos_t1d, sin_t1d = weights.cos[positions_t][:, None], weights.signed_sin[positions_t][:, None]
-        places = cache.places(slots_t, positions_t)
-        num_heads, half = self._num_heads, self._head_dim // 2
+    def _add_norm(self, x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm. The kernel adds in place."""
+        if self._by_kernels:
+            return x_te, self._kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+        x_te = x_te + delta_te
+        return x_te, norm(x_te)
 
-        def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
-            qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(half, dims=-1), sin_t1d)
-            cache.write(index, places, qk_thd[:, num_heads:], values_thd)
-            return qk_thd[:, :num_heads], qk_thd[:, num_heads:], values_thd
+    def _gate(self, gate_up_te: Tensor) -> Tensor:
+        """From concatenated gates and inner features to gated features."""
+        if self._has_silu_kernel:
+            return self._kernels.silu_gate(gate_up_te)
+        gates_te, up_te = gate_up_te.chunk(2, dim=-1)
+        gated_te: Tensor = self._activation(gates_te) * up_te
+        return gated_te
 
-        return store
+    def _store(
+        self, cache: SlotCache, cos_t1d: Tensor, sin_t1d: Tensor, places: Tensor, index: int, qkv_thd: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
+        qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d)
+        queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
+        cache.write(index, places, keys_thd, values_thd)
+        return queries_thd, keys_thd, values_thd
 
-    def _kernel_store(self, weights: Weights, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
-        from rolepool.rollout import kernels
+    def _store_by_kernel(
+        self, positions_t: Tensor, slots_t: Tensor, index: int, qkv_thd: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        where = (positions_t, slots_t, self._place, index)
+        self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
+        queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
+        return queries_thd, keys_thd, values_thd
 
-        def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            assert self._place is not None
-            kernels.rotate_and_store(
-                qkv_thd, self._num_heads, weights.cos, weights.signed_sin, positions_t, slots_t, self._place, index
-            )
-            queries, keys, values = qkv_thd.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
-            return queries, keys, values
+    def _attend_by_kernel(
+        self, positions_b: Tensor, slots_b: Tensor, index: int, queries_bhd: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        where = (positions_b, slots_b, self._place, index)
+        return self._kernels.attend(queries_bhd, self._num_kv_heads, where, self._windows[index], self._scale)
 
-        return store
-
-    def _kernel_attention(self, positions_b: Tensor, slots_b: Tensor) -> Attention:
-        from rolepool.rollout import kernels
-
-        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
-            assert self._place is not None
-            window = self._windows[index]
-            return kernels.attend(
-                queries_bhd, self._num_kv_heads, positions_b, slots_b, self._place, index, window, self._scale
-            )
-
-        return attend
-
-    def _can_flash(self, shape: CacheShape) -> bool:
-        fits = shape.head_dim % 8 == 0 and shape.head_dim <= _MAX_FLASH_HEAD_DIM
-        return fits and shape.device.type == "cuda" and shape.dtype.itemsize == 2
-
-    def _flash_attention(self, pieces: list[Piece]) -> Attention:
-        """Whole prompts, packed, without padding or repeated keys."""
-        ends = torch.tensor([0] + [piece.num_tokens for piece in pieces]).cumsum(0)
-        ends_n = on_device(ends.int(), self.device)
-        longest = max(piece.num_tokens for piece in pieces)
+    def _flash_attention(self, counts: Tensor) -> Attention:
+        """Whole prompts of `counts` tokens, packed, without padding or repeated keys."""
+        ends_n = on_device(F.pad(counts.cumsum(0), (1, 0)).int(), self.device)
+        longest = int(counts.max())
 
         def attend(index: int, queries_thd: Tensor, keys_thd: Tensor, values_thd: Tensor) -> Tensor:
-            window = self._windows[index]
+            window = {}
+            if self._windows[index] < longest:
+                window = {"window_size_left": self._windows[index] - 1, "window_size_right": 0}
+            lengths = (ends_n, ends_n, longest, longest)
             # The operator itself, because its public function accepts grouped queries only in some versions of torch.
-            outputs_thd = torch.ops.aten._flash_attention_forward(
-                queries_thd,
-                keys_thd,
-                values_thd,
-                ends_n,
-                ends_n,
-                longest,
-                longest,
-                0.0,
-                True,
-                False,
-                scale=self._scale,
-                window_size_left=None if window is None else window - 1,
-                window_size_right=None if window is None else 0,
+            outputs_thd: Tensor = torch.ops.aten._flash_attention_forward(
+                queries_thd, keys_thd, values_thd, *lengths, 0.0, True, False, scale=self._scale, **window
             )[0]
-            flat: Tensor = outputs_thd.flatten(1)
-            return flat
+            return outputs_thd.flatten(1)
 
         return attend
 
-    def _decode_attention(self, weights: Weights, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
+    def _decode_attention(self, cache: SlotCache, positions_b: Tensor, length: int) -> Attention:
         """Queries of a group use the axis of positions, so that keys are read once and not repeated."""
-        num_rows, num_groups = positions_b.shape[0], self._num_heads // self._num_kv_heads
-        masks: dict[int | None, Tensor] = {}
+        num_rows, slots = len(positions_b), slice(0, len(positions_b))
+        masks = {}
         for window in set(self._windows):
-            hidden_bl = ~_visible(positions_b, length, window)
-            mask_bl = torch.zeros_like(hidden_bl, dtype=weights.cos.dtype).masked_fill_(hidden_bl, -torch.inf)
-            masks[window] = mask_bl[:, None, None].repeat(1, 1, num_groups, 1)
+            mask_bl = _mask(positions_b, length, window, self._cos.dtype)
+            masks[window] = mask_bl[:, None, None].repeat(1, 1, self._group_size, 1)
 
         def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
-            keys_bhld, values_bhld = cache.read(index, slice(0, num_rows), length)
-            outputs_bhgd = F.scaled_dot_product_attention(
-                queries_bhd.unflatten(1, (self._num_kv_heads, num_groups)),
-                keys_bhld,
-                values_bhld,
-                attn_mask=masks[self._windows[index]],
-                scale=self._scale,
-            )
+            queries_bhgd = queries_bhd.unflatten(1, (-1, self._group_size))
+            keys_bhld, values_bhld = cache.read(index, slots, length)
+            mask = masks[self._windows[index]]
+            outputs_bhgd = F.scaled_dot_product_attention(queries_bhgd, keys_bhld, values_bhld, mask, scale=self._scale)
             return outputs_bhgd.reshape(num_rows, -1)
 
         return attend
 
-    def _prefill_attention(self, weights: Weights, cache: SlotCache, pieces: list[Piece]) -> Attention:
+    def _prefill_attention(self, cache: SlotCache, pieces: list[Piece]) -> Attention:
         """Adjacent pieces with the same start and length are computed in one call, without padding."""
-        runs: list[tuple[int, Piece, int]] = []  # first token, first piece, number of pieces
-        num_tokens = 0
-        for piece in pieces:
-            first_token, first, num_pieces = runs[-1] if runs else (0, piece, 0)
-            if num_pieces and piece == (first.slot + num_pieces, first.start, first.num_tokens):
-                runs[-1] = (first_token, first, num_pieces + 1)
-            else:
-                runs.append((num_tokens, piece, 1))
-            num_tokens += piece.num_tokens
 
-        def mask_of(piece: Piece, window: int | None) -> Tensor | None:
-            end = piece.start + piece.num_tokens
-            if window is not None and end <= window:
-                window = None
-            if piece.start == 0 and window is None:
-                return None
-            return _visible(torch.arange(piece.start, end, device=weights.cos.device), end, window)
+        def alike(numbered: tuple[int, Piece]) -> tuple[int, int, int]:
+            index, piece = numbered
+            return piece.slot - index, piece.start, piece.num_tokens
 
-        masks = {(first, window): mask_of(first, window) for _, first, _ in runs for window in set(self._windows)}
+        groups = [[piece for _, piece in group] for _, group in groupby(enumerate(pieces), alike)]
+        sizes = [len(group) * group[0].num_tokens for group in groups]
+        masks: dict[tuple[Piece, int], Tensor | None] = {}
+        for first, *_ in groups:
+            for window in set(self._windows):
+                end = first.start + first.num_tokens
+                positions_t = torch.arange(first.start, end, device=self.device)
+                needs_mask = first.start > 0 or window < end
+                masks[first, window] = _mask(positions_t, end, window, self._cos.dtype) if needs_mask else None
 
         def attend(index: int, queries_thd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             outputs = []
-            for first_token, first, num_pieces in runs:
-                rows = slice(first_token, first_token + num_pieces * first.num_tokens)
-                slots = slice(first.slot, first.slot + num_pieces)
-                keys_nhld, values_nhld = cache.read(index, slots, first.start + first.num_tokens)
-                mask = masks[first, self._windows[index]]
+            for group, queries in zip(groups, queries_thd.split(sizes), strict=True):
+                first, mask = group[0], masks[group[0], self._windows[index]]
+                slots = slice(first.slot, first.slot + len(group))
+                queries_nhtd = queries.unflatten(0, (len(group), -1)).transpose(1, 2)
+                states = (queries_nhtd, *cache.read(index, slots, first.start + first.num_tokens))
                 outputs_nhtd = F.scaled_dot_product_attention(
-                    queries_thd[rows].unflatten(0, (num_pieces, first.num_tokens)).transpose(1, 2),
-                    keys_nhld,
-                    values_nhld,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=self._scale,
-                    enable_gqa=self._num_heads != self._num_kv_heads,
+                    *states, mask, is_causal=mask is None, scale=self._scale, enable_gqa=self._group_size > 1
                 )
                 outputs.append(outputs_nhtd.transpose(1, 2).flatten(2).flatten(0, 1))
             return torch.cat(outputs)
 
         return attend
 
-    def _read_layer(self, layer: Any, fuse: bool) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        has_head_norms = hasattr(attention, "q_norm")
-        return Layer(
-            input_norm=_read_norm(layer.input_layernorm),
-            qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj, fuse=fuse),
-            q_norm=_read_norm(attention.q_norm) if has_head_norms else None,
-            k_norm=_read_norm(attention.k_norm) if has_head_norms else None,
-            out=Projection(attention.o_proj, fuse=False),
-            mlp_norm=_read_norm(layer.post_attention_layernorm),
-            gate_up=Projection(mlp.gate_proj, mlp.up_proj, fuse=fuse),
-            gate=self._read_gate(mlp.act_fn),
-            down=Projection(mlp.down_proj, fuse=False),
-        )
-
-    def _read_gate(self, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        if self._is_silu and gpu.has_kernels(self.device):
-            from rolepool.rollout import kernels
-
-            return kernels.silu_gate
-
-        def gate(gate_up_te: Tensor) -> Tensor:
-            gates_te, up_te = gate_up_te.chunk(2, dim=-1)
-            return activation(gates_te) * up_te
-
-        return gate
-
-    def _refuse_wrapped_linears(self) -> None:
-        """The `weight` of a projection with an adapter, or of a quantized one, does not tell what it computes."""
-        for name, module in self._model.named_modules():
-            is_projection = name.endswith("_proj") or name == "lm_head"
-            if is_projection and type(module).forward is not nn.Linear.forward:
-                raise RolepoolError(
-                    f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}. "
-                    "Merge adapters into the weights first"
-                )
-
 
 def refuse_unknown(model: Any) -> None:
-    """Raise ConfigError unless `Decoder` can run this kind of model."""
+    """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
     if (reason := why_not_native(model.config.to_dict())) is not None:
         raise ConfigError(f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model")
+    for name, module in model.named_modules():
+        is_projection = name.endswith("_proj") or name == "lm_head"
+        # The `weight` of a projection with an adapter, or of a quantized one, does not tell what it computes.
+        if is_projection and type(module).forward is not nn.Linear.forward:
+            raise RolepoolError(
+                f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}. "
+                "Merge adapters into the weights first"
+            )
 
 
-def _window_of_layer(config: Any, index: int) -> int | None:
-    """Number of tokens that a token attends to, including itself; None means all. Mistral has a window in all layers or
-    in none, Qwen in some layers, Llama never."""
-    if config.model_type == "llama":
-        return None
-    if config.model_type in ("qwen2", "qwen3") and config.layer_types[index] != "sliding_attention":
-        return None
-    window: int | None = config.sliding_window
-    return window
+def cache_shape(model: Any) -> CacheShape:
+    """The shape of the cache for the model as it is now. A tensor-parallel rank holds only some of the heads."""
+    attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight
+    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
+    return CacheShape(len(model.model.layers), num_kv_heads, attention.head_dim, embedding.dtype, embedding.device)
 
 
-def _visible(positions_t: Tensor, length: int, window: int | None) -> Tensor:
-    """Which of the first `length` tokens a token at each position attends to: (positions, length)."""
+def _can_flash(shape: CacheShape) -> bool:
+    fits = shape.head_dim % 8 == 0 and shape.head_dim <= _MAX_FLASH_HEAD_DIM
+    return fits and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+
+
+def _window_of_layer(config: Any, index: int) -> int:
+    """Number of tokens that a token attends to, including itself. Mistral has a window in all layers or in none, Qwen
+    in some layers, Llama never."""
+    is_qwen = config.model_type in ("qwen2", "qwen3")
+    if config.model_type == "llama" or (is_qwen and config.layer_types[index] != "sliding_attention"):
+        return UNLIMITED
+    return config.sliding_window or UNLIMITED
+
+
+def _mask(positions_t: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """The mask (positions, length) to add to scores: -inf for tokens that the token at a position does not attend to,
+    of the first `length` tokens."""
     seen_l, own_t1 = torch.arange(length, device=positions_t.device), positions_t[:, None]
-    visible_tl = seen_l <= own_t1
-    return visible_tl if window is None else visible_tl & (seen_l > own_t1 - window)
-
-
-def _read_norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
-
-
-def _add_norm(x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    x_te = x_te + delta_te
-    return x_te, norm(x_te)
-
-
-def _kernel_add_norm(x_te: Tensor, delta_te: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    from rolepool.rollout import kernels
-
-    return x_te, kernels.add_norm(x_te, delta_te, norm.weight, norm.eps)
+    hidden_tl = seen_l > own_t1
+    if window < length:
+        hidden_tl |= seen_l <= own_t1 - window
+    return torch.zeros_like(hidden_tl, dtype=dtype).masked_fill_(hidden_tl, -torch.inf)
 
 
 @torch.no_grad()
@@ -429,13 +329,10 @@ def join_weights(model: Any) -> None:
                         part.data = view
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    """One tensor over parts that follow each other in one storage; None if they do not."""
-    first = parts[0]
-    for part, following in pairwise(parts):
-        is_next = following.data_ptr() == part.data_ptr() + part.nbytes
-        if not is_next or following.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-    if not all(part.is_contiguous() for part in parts):
-        return None
-    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
+    """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
+    follow = all(following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts))
+    in_one_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    if follow and in_one_storage and all(part.is_contiguous() for part in parts):
+        return parts[0].detach().as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+    return torch.cat(parts) if or_copy else None

@@ -6,7 +6,7 @@ Owns the types that engines and their callers share. Does not know any engine, n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Literal, Protocol
 
@@ -16,8 +16,6 @@ import torch
 
 from rolepool.errors import ConfigError
 from rolepool.seeds import derive_seed
-
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,14 @@ class Sampling:
     """Tokens that end a response and are part of it; `ignore_eos` treats them like any other token."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.temperature < 0:
-            problems.append(f"temperature={self.temperature}: must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: must be above 0 and at most 1")
-        if self.top_k < 1 and self.top_k != -1:
-            problems.append(f"top_k={self.top_k}: must be 1 or more, or -1 for all tokens")
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens={self.max_new_tokens}: must be 1 or more")
-        if problems:
-            raise ConfigError(problems)
+        rules = {
+            f"temperature={self.temperature}: must be 0 or more": self.temperature >= 0,
+            f"top_p={self.top_p}: must be above 0 and at most 1": 0 < self.top_p <= 1,
+            f"top_k={self.top_k}: must be 1 or more, or -1 for all tokens": self.top_k >= 1 or self.top_k == -1,
+            f"max_new_tokens={self.max_new_tokens}: must be 1 or more": self.max_new_tokens >= 1,
+        }
+        if not all(rules.values()):
+            raise ConfigError(rule for rule, is_kept in rules.items() if not is_kept)
 
     @property
     def is_greedy(self) -> bool:
@@ -72,7 +67,7 @@ class Completion:
     log_prob_array: npt.NDArray[np.float32]
     """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. With greedy
     decoding they are those of the softmax of the logits."""
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length"]
     weights_version: int
 
     @property
@@ -84,11 +79,10 @@ class Completion:
         return list(self.log_prob_array.tolist())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Completion):
-            return NotImplemented
-        is_same_text = np.array_equal(self.token_array, other.token_array)
-        is_same = is_same_text and np.array_equal(self.log_prob_array, other.log_prob_array)
-        return is_same and (self.finish_reason, self.weights_version) == (other.finish_reason, other.weights_version)
+        names = [field.name for field in fields(self)]
+        return isinstance(other, Completion) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
+        )
 
 
 class Engine(Protocol):
@@ -128,9 +122,6 @@ class Engine(Protocol):
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:
     """Seed of a sample: depends on run, prompt, sample (and on `more`, such as the step), not on where it runs."""
-    return derive_seed("sample", *(_plain(part) for part in (run_seed, prompt_id, sample_index, *more)))
-
-
-def _plain(part: int | str) -> int | str:
-    """As a Python int or str, because numpy's numbers hash differently."""
-    return int(part) if isinstance(part, Integral) else str(part)
+    # As Python's int and str, because numpy's numbers hash differently.
+    parts = (run_seed, prompt_id, sample_index, *more)
+    return derive_seed("sample", *(int(part) if isinstance(part, Integral) else str(part) for part in parts))

@@ -1,8 +1,8 @@
 """Triton kernels: what a GPU computes between matrix products, and sampling.
 
-A captured step outlives the cache that it was captured with, so kernels find the cache through `place`: a tensor with
-the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use: it does not
-read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
+A captured step is used longer than the cache that it was captured with, so kernels find the cache through `place`: a
+tensor with the addresses of keys and values, the number of slots and their length. A row at position -1 is not in use:
+it does not read or write the cache. Arithmetic is in float32. Imported only on machines with a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -14,15 +14,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+Where = tuple[Tensor, Tensor, Tensor, int]
+"""Where tokens are in the cache: the position and the slot of each, the cache's `place`, and the layer's index."""
 _SPLITS = (1, 4, 16)
 """Numbers of parts that a row's tokens may be split into; few, because each is a kernel to compile."""
 _NUM_PROGRAMS = 256
 """Number of programs that keep a GPU busy; if there are fewer rows, rows are split."""
 _VOCAB_BLOCK = 4096
-_NUM_HALVINGS = 30
+_NUM_HALVINGS = tl.constexpr(30)
 """Bisection steps over the range of a row's scores, until float32 cannot distinguish more of them."""
-_ALL = 2**30
-"""A window larger than any sequence."""
+_LOG2_E = 1.4426950408889634
+"""The logarithm of e to base 2, because kernels use powers of 2."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -77,34 +79,13 @@ def _rotate_and_store(
     tl.store(values + (first_line + h * length) * HEAD_DIM + d, value, mask=is_value)
 
 
-def rotate_and_store(
-    qkv_thd: Tensor,
-    num_heads: int,
-    cos: Tensor,
-    signed_sin: Tensor,
-    positions_t: Tensor,
-    slots_t: Tensor,
-    place: Tensor,
-    layer: int,
-) -> None:
+def rotate_and_store(qkv_thd: Tensor, num_heads: int, cos: Tensor, signed_sin: Tensor, where: Where) -> None:
     """Rotate queries and keys by their positions, in place; store keys and values in the cache."""
     num_tokens, num_all, head_dim = qkv_thd.shape
     num_kv_heads = (num_all - num_heads) // 2
-    _rotate_and_store[(num_tokens,)](
-        qkv_thd,
-        cos,
-        signed_sin,
-        positions_t,
-        slots_t,
-        place,
-        layer,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        triton.next_power_of_2(num_heads + num_kv_heads),
-        triton.next_power_of_2(num_kv_heads),
-        triton.next_power_of_2(head_dim // 2),
-    )
+    sizes = (num_heads, num_kv_heads, head_dim)
+    padded = [triton.next_power_of_2(size) for size in (num_heads + num_kv_heads, num_kv_heads, head_dim // 2)]
+    _rotate_and_store[(num_tokens,)](qkv_thd, cos, signed_sin, *where, *sizes, *padded)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -185,17 +166,9 @@ def _join_parts(
     tl.store(outputs_ptr + head * HEAD_DIM + d, output, mask=d < HEAD_DIM)
 
 
-def attend(
-    queries_bhd: Tensor,
-    num_kv_heads: int,
-    positions_b: Tensor,
-    slots_b: Tensor,
-    place: Tensor,
-    layer: int,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """Attention of one token per row to its slot, up to its own position: (rows, heads * head_dim)."""
+def attend(queries_bhd: Tensor, num_kv_heads: int, where: Where, window: int, scale: float) -> Tensor:
+    """Attention of one token per row to the last `window` tokens of its slot, up to its own position: (rows,
+    heads * head_dim)."""
     num_rows, num_heads, head_dim = queries_bhd.shape
     wanted = _NUM_PROGRAMS / (num_rows * num_kv_heads)
     num_splits = next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
@@ -204,27 +177,14 @@ def attend(
     if num_splits > 1:
         parts = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=outputs.device)
         log_sums = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=outputs.device)
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    _attend[(num_rows, num_kv_heads, num_splits)](
-        queries_bhd,
-        parts,
-        log_sums,
-        positions_b,
-        slots_b,
-        place,
-        layer,
-        _ALL if window is None else window,
-        scale * 1.4426950408889634,  # log2(e), because the kernel uses powers of 2
-        queries_bhd.stride(0),
-        num_heads // num_kv_heads,
-        num_kv_heads,
-        head_dim,
-        max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        dim_pad,
-        BLOCK=64 if queries_bhd.dtype.itemsize == 2 else 32,
-        SPLITS=num_splits,
-        num_stages=3 if dim_pad <= 64 else 2,
-    )
+    group_size = num_heads // num_kv_heads
+    group_pad, dim_pad = (max(16, triton.next_power_of_2(size)) for size in (group_size, head_dim))
+    block = 64 if queries_bhd.dtype.itemsize == 2 else 32
+    numbers = (window, scale * _LOG2_E, queries_bhd.stride(0))
+    sizes = (group_size, num_kv_heads, head_dim, group_pad, dim_pad, block, num_splits)
+    num_stages = 3 if dim_pad <= 64 else 2
+    launch = _attend[(num_rows, num_kv_heads, num_splits)]
+    launch(queries_bhd, parts, log_sums, *where, *numbers, *sizes, num_stages=num_stages)
     if num_splits > 1:
         _join_parts[(num_rows * num_heads,)](parts, log_sums, outputs, head_dim, dim_pad, num_splits, num_warps=2)
     return outputs
@@ -286,15 +246,7 @@ def _mass_above(
 
 @triton.jit
 def _find_floor(
-    logits_ptr,
-    floors_ptr,
-    inverse_temperature,
-    row_stride,
-    top_k,
-    top_p,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_HALVINGS: tl.constexpr,
+    logits_ptr, floors_ptr, inverse_temperature, row_stride, top_k, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Find the floor by bisection, first for top-k, then for top-p."""
     row = tl.program_id(0).to(tl.int64)
@@ -310,7 +262,7 @@ def _find_floor(
     floor = tl.min(lowest) - 1.0
     if top_k < VOCAB:
         above = largest
-        for _ in range(NUM_HALVINGS):
+        for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
             is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, True) >= top_k
             floor = tl.where(is_enough, middle, floor)
@@ -318,7 +270,7 @@ def _find_floor(
     if top_p < 1:
         above = largest
         wanted = top_p * _mass_above(row_ptr, inverse_temperature, largest, floor, VOCAB, BLOCK, False)
-        for _ in range(NUM_HALVINGS):
+        for _ in range(_NUM_HALVINGS):
             middle = 0.5 * (floor + above)
             is_enough = _mass_above(row_ptr, inverse_temperature, largest, middle, VOCAB, BLOCK, False) >= wanted
             floor = tl.where(is_enough, middle, floor)
@@ -330,18 +282,8 @@ def find_floors(logits_bv: Tensor, temperature: float, top_k: int, top_p: float)
     """For each row the number above which top-k and top-p keep scores (logits divided by temperature)."""
     num_rows, vocab_size = logits_bv.shape
     floors_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    _find_floor[(num_rows,)](
-        logits_bv,
-        floors_b,
-        1 / temperature,
-        logits_bv.stride(0),
-        top_k if top_k > 0 else vocab_size,
-        float(top_p),
-        vocab_size,
-        _VOCAB_BLOCK,
-        _NUM_HALVINGS,
-        num_warps=16,
-    )
+    numbers = (1 / temperature, logits_bv.stride(0), top_k if top_k > 0 else vocab_size, float(top_p))
+    _find_floor[(num_rows,)](logits_bv, floors_b, *numbers, vocab_size, _VOCAB_BLOCK, num_warps=16)
     return floors_b
 
 
@@ -435,23 +377,10 @@ def race(
     block_tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_bv.device)
     tokens_b = torch.empty(num_rows, dtype=torch.int64, device=logits_bv.device)
     log_probs_b = torch.empty(num_rows, dtype=torch.float32, device=logits_bv.device)
-    _race[(num_rows, num_blocks)](
-        logits_bv,
-        streams_b,
-        steps_b,
-        log_probs_b if floors_b is None else floors_b,
-        sums,
-        block_tokens,
-        1 / temperature,
-        logits_bv.stride(0),
-        vocab_size,
-        _VOCAB_BLOCK,
-        greedy,
-        floors_b is not None,
-        num_warps=4,
-    )
-    blocks_pad = triton.next_power_of_2(num_blocks)
-    _finish_race[(num_rows,)](
-        sums, block_tokens, tokens_b, log_probs_b, num_blocks, vocab_size, blocks_pad, num_warps=1
-    )
+    floors = log_probs_b if floors_b is None else floors_b
+    tensors = (logits_bv, streams_b, steps_b, floors, sums, block_tokens)
+    settings = (vocab_size, _VOCAB_BLOCK, greedy, floors_b is not None)
+    _race[(num_rows, num_blocks)](*tensors, 1 / temperature, logits_bv.stride(0), *settings, num_warps=4)
+    outputs = (tokens_b, log_probs_b, num_blocks, vocab_size, triton.next_power_of_2(num_blocks))
+    _finish_race[(num_rows,)](sums, block_tokens, *outputs, num_warps=1)
     return tokens_b, log_probs_b

@@ -1,17 +1,30 @@
-"""The KV cache: one slot for each running sample, allocated once.
+"""The KV cache and the running samples of a generation: one slot of the cache and one row of the batch for each.
 
-Owns the storage and its layout. Does not know which sample uses a slot, nor how attention reads it.
+Owns the storage of both: keys and values, the tokens sampled so far, and where each row ends. Does not know the model,
+how attention reads the cache, nor which requests wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol.memory import free_bytes
+
+_UNUSED_ROW = [0, -1, 0, 0, 0, 0]
+"""State of a row that is not in use: it has ended, and its position is -1."""
+
+
+def room_on_gpu(weights_bytes: int, utilization: float) -> int:
+    """Bytes that a cache may take now on this process's GPU, if the rollout's weights take `weights_bytes`."""
+    share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
+    return cache_room(share, free_bytes("cuda"), weights_bytes, utilization)
 
 
 @dataclass(frozen=True)
@@ -26,12 +39,6 @@ class CacheShape:
 
     def slot_bytes(self, length: int) -> int:
         return 2 * self.num_layers * self.num_heads * self.head_dim * length * self.dtype.itemsize
-
-
-def room_on_gpu(weights_bytes: int, utilization: float) -> int:
-    """Bytes that a cache may take now on this process's GPU, if the rollout's weights take `weights_bytes`."""
-    share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
-    return cache_room(share, free_bytes("cuda"), weights_bytes, utilization)
 
 
 class SlotCache:
@@ -74,3 +81,141 @@ class SlotCache:
         """Copy the first `length` tokens of one slot into another."""
         for storage in (self._keys, self._values):
             storage[:, target, :, :length] = storage[:, source, :, :length]
+
+
+class _Row(NamedTuple):
+    """What the host knows about a running sample. The clock counts the decode steps of the generation."""
+
+    request: int
+    slot: int
+    zero_clock: int
+    """Clock minus length: what the clock would have shown when the sample had no token in the cache."""
+    last_clock: int
+    """The clock when its last token is sampled, if no stop token comes first."""
+
+
+class DecodeBatch:
+    """Space for `num_rows` running samples of up to `max_new_tokens` tokens each; each row has a slot of the cache.
+
+    Rows 0 to `num_running` - 1 are in use. A row that has ended takes no more tokens, so further steps do not change it
+    until the host checks. The host counts steps to know the progress of rows without asking the GPU. With `scattered` a
+    row keeps its first slot; otherwise row i is always in slot i.
+    """
+
+    def __init__(
+        self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...], device: torch.device, scattered: bool
+    ) -> None:
+        self.num_rows, self.max_new_tokens, self.stop_token_ids = num_rows, max_new_tokens, stop_token_ids
+        self._device, self._scattered = device, scattered
+        self._unused = torch.tensor(_UNUSED_ROW, device=device)[:, None]
+        self._state = self._unused.repeat(1, num_rows)
+        self.tokens, self.positions, self.steps, self.limits, self.streams, self.slots = self._state
+        """For each row: the token to run next, its position, the number of sampled tokens, the number at which the row
+        ends (lowered by a stop token), the seed of its random numbers, and its slot of the cache."""
+        # The last column takes what rows that have ended still sample.
+        self._sampled = torch.zeros(num_rows, max_new_tokens + 1, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
+        self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+        self._rows: list[_Row] = []
+        self._free = list(range(num_rows))[::-1]
+        self._clock = 0
+        self._recount()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row, including the one to run next; may be more if rows have ended."""
+        return self._clock - self._min_zero_clock + 1
+
+    @property
+    def num_steps_left(self) -> int:
+        """Number of steps after which all rows have ended."""
+        return self._last_end - self._clock
+
+    def fits(self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> bool:
+        has_room = self.num_rows >= num_rows and self.max_new_tokens >= max_new_tokens
+        return has_room and self.stop_token_ids == stop_token_ids
+
+    def enter(
+        self, requests: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], streams: Sequence[int]
+    ) -> list[int]:
+        """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
+        rows = slice(self.num_running, self.num_running + len(requests))
+        slots = [self._free.pop() for _ in requests]
+        for request, slot, length, limit in zip(requests, slots, prompt_lengths, limits, strict=True):
+            self._rows.append(_Row(request, slot, self._clock - length, self._clock + limit - 1))
+        last_positions, zeros = [length - 1 for length in prompt_lengths], [0] * len(requests)
+        state = torch.tensor([zeros, last_positions, zeros, limits, streams, slots])
+        self._state[:, rows] = on_device(state, self._device)
+        self._recount()
+        return slots
+
+    def tick(self) -> None:
+        """Count one decode step."""
+        self._clock += 1
+
+    def record(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
+        """Append the next token to each of `rows` that has not ended."""
+        steps, limits = self.steps[rows], self.limits[rows]
+        is_active = steps < limits
+        # A captured step cannot copy numbers from the host.
+        places = (self.slots[rows], steps.masked_fill(~is_active, self.max_new_tokens))
+        self._sampled.index_put_(places, tokens)
+        self._log_probs.index_put_(places, log_probs)
+        self.tokens[rows] = torch.where(is_active, tokens, self.tokens[rows])
+        self.positions[rows].add_(is_active)
+        steps.add_(is_active)
+        if self.stop_token_ids:
+            is_stop = (tokens[:, None] == self._stops).any(dim=1) & is_active
+            limits.copy_(torch.where(is_stop, steps, limits))
+
+    def pop_finished(self, cache: SlotCache) -> list[tuple[int, Any, Any]]:
+        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the numbers are arrays."""
+        if not self.stop_token_ids and self._clock < self._next_end:
+            return []
+        steps, limits = self.steps[: self.num_running], self.limits[: self.num_running]
+        ended: list[int] = (steps >= limits).nonzero()[:, 0].tolist()
+        if not ended:
+            return []
+        slots = torch.tensor([self._rows[index].slot for index in ended], device=self._device)
+        counts = steps[torch.tensor(ended, device=self._device)].tolist()
+        longest = max(counts)
+        sampled, log_probs = (storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs))
+        samples = [
+            (self._rows[index].request, sampled[i, :count], log_probs[i, :count])
+            for i, (index, count) in enumerate(zip(ended, counts, strict=True))
+        ]
+        self._remove(ended, cache)
+        return samples
+
+    def _remove(self, indices: Sequence[int], cache: SlotCache) -> None:
+        """Remove rows; the last rows take their places."""
+        num_before, came_from = self.num_running, list(range(self.num_running))
+        for index in sorted(indices, reverse=True):
+            self._free.append(self._rows[index].slot)
+            self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
+            self._rows.pop()
+            came_from.pop()
+        remaining = slice(0, self.num_running)
+        self._state[:, remaining] = self._state[:, torch.tensor(came_from, dtype=torch.int64, device=self._device)]
+        self._state[:, self.num_running : num_before] = self._unused
+        for index, source in enumerate(came_from):
+            if index != source and not self._scattered:
+                # A row that took another row's place moves to that row's slot. Its old slot is behind all other rows.
+                row = self._rows[index]
+                cache.copy(source, index, min(self._clock, row.last_clock) - row.zero_clock)
+                for storage in (self._sampled, self._log_probs):
+                    storage[index] = storage[source]
+                self._rows[index] = row._replace(slot=index)
+                self.slots[index] = index
+        if not (self._scattered and self._rows):  # else the free slots are not the last ones
+            self._free = list(range(self.num_running, self.num_rows))[::-1]
+        self._recount()
+
+    def _recount(self) -> None:
+        last_clocks = [row.last_clock for row in self._rows] or [self._clock]
+        self._next_end, self._last_end = min(last_clocks), max(last_clocks)
+        self._min_zero_clock = min((row.zero_clock for row in self._rows), default=self._clock)

@@ -1,15 +1,17 @@
 """The native rollout engine: batched decoding with a KV cache. Finished sequences leave, waiting requests enter.
 
-Owns the schedule: which requests run, when prompts are prefilled, when a sequence ends. Does not know how a layer is
-computed (`decoder`), how a token is chosen (`sampling`), nor where new weights come from.
+Owns the schedule: which requests run, when prompts are prefilled, when a sequence ends; and capturing decode steps as
+CUDA graphs. Does not know how a layer is computed (`decoder`), how a token is chosen (`sampling`), nor where new
+weights come from.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,35 +19,32 @@ from torch import Tensor, nn
 
 from rolepool.errors import DataError, RolepoolError
 from rolepool.models.packing import on_device
+from rolepool.placement.models import num_positions
 from rolepool.protocol.parts import part
-from rolepool.rollout import gpu
-from rolepool.rollout.decode_batch import DecodeBatch
-from rolepool.rollout.decoder import Decoder, Piece, Weights, join_weights
-from rolepool.rollout.engine import Completion, FinishReason, Request, Sampling
-from rolepool.rollout.kv_cache import SlotCache
+from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
+from rolepool.rollout.engine import Completion, Request, Sampling
+from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.sampling import choose, seed_streams
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel
-from rolepool.rollout.weights import WeightStream
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel, WeightStream
 
 _REFILL_FRACTION = 8
 """Prompts enter when an eighth of the slots is free, because prefilling one short prompt takes about as long as
 prefilling several."""
 _CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at these checks; a
-sequence that meets a stop token idles for half of them on average."""
+sequence that samples a stop token waits for half of these steps on average."""
 _MAX_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
 class _DecodeState:
-    """What is kept between calls, because captured steps refer to it by address."""
+    """What a GPU keeps between calls, because captured steps refer to it by address."""
 
     addresses: tuple[int, ...]
     """Addresses of the model's weights."""
-    weights: Weights
-    num_positions: int
+    decoder: Decoder
     batch: DecodeBatch
-    graphs: gpu.StepGraphs | None
+    graphs: StepGraphs | None
 
 
 class NativeEngine:
@@ -54,12 +53,10 @@ class NativeEngine:
     Each `generate` uses the model's current weights. With `shared_weights` they are the trainer's own weights.
 
     `max_num_seqs` sequences run at the same time, fewer if `cache_bytes` (asked before a cache is allocated) allows
-    fewer. A prefill micro-batch has at most `max_num_batched_tokens` tokens. `fuse` copies weights that are applied to
-    the same input into one matrix for the duration of a call; None does so on CPU, where the number of operations
-    matters. On a GPU the engine's own weights are joined once, without a copy, and decode steps are captured in CUDA
-    graphs, unless `enforce_eager` is set or the model is tensor-parallel. With `shard` the model is this rank's part,
-    and all ranks of `parallel` make the same calls; the first rank chooses the tokens. `check_interval` is the number
-    of steps between checks for finished sequences; None chooses it for the device.
+    fewer. A prefill micro-batch has at most `max_num_batched_tokens` tokens. On a GPU the engine's own weights that are
+    applied to the same input are joined once, without a copy, and decode steps are captured in CUDA graphs, unless
+    `enforce_eager` is set or the model is tensor-parallel. With `shard` the model is this rank's part, and all ranks of
+    `parallel` make the same calls; the first rank chooses the tokens.
     """
 
     def __init__(
@@ -70,35 +67,33 @@ class NativeEngine:
         max_num_batched_tokens: int,
         shared_weights: bool = False,
         cache_bytes: Callable[[], int] | None = None,
-        fuse: bool | None = None,
-        version: int = 0,
         shard: Shard | None = None,
         parallel: TensorParallel | None = None,
         enforce_eager: bool = False,
-        check_interval: int | None = None,
     ) -> None:
-        self.shared_weights, self.version = shared_weights, version
-        self._model, self._shard = model, shard
-        self._parallel = parallel or TensorParallel()
-        self._decoder = Decoder(model, self._parallel)
+        refuse_unknown(model)
+        self.shared_weights, self.version = shared_weights, 0
+        self._model: Any = model
+        self._shard, self._parallel = shard, parallel or TensorParallel()
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._cache_bytes = cache_bytes
-        self._by_kernels = gpu.has_kernels(self._decoder.device)
-        self._fuse = not self._by_kernels if fuse is None else fuse
-        self._check_interval = check_interval or (_CHECK_INTERVAL if self._by_kernels else 1)
-        self._captures = self._decoder.device.type == "cuda" and not enforce_eager and self._parallel.size == 1
-        if self._by_kernels and not shared_weights:
+        config: Any = model.config
+        self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
+        self._on_gpu = cache_shape(model).device.type == "cuda"
+        self._check_interval = _CHECK_INTERVAL if self._on_gpu else 1
+        self._captures = self._on_gpu and not enforce_eager and self._parallel.size == 1
+        if self._on_gpu and not shared_weights:
             join_weights(model)
         self._cache: SlotCache | None = None
         self._state: _DecodeState | None = None
         self._asleep = False
         self._arriving: WeightStream | None = None
-        self._half_updated = False
+        """An update of the weights that has not ended, or that failed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if self._asleep:
             raise RolepoolError("the rollout engine is asleep: wake it before it generates")
-        if self._half_updated:
+        if self._arriving is not None:
             raise RolepoolError(
                 "the last weight update failed halfway or has not ended: update the weights before generating"
             )
@@ -106,25 +101,21 @@ class NativeEngine:
         if not requests:
             return []
         try:
-            with torch.inference_mode(), _in_eval_mode(self._model):
-                cache = self._take_cache(requests, sampling)
-                return _Generation(self, cache, self._take_state(cache, requests, sampling), requests, sampling).run()
+            with torch.inference_mode():
+                return _Generation(self, requests, sampling).run()
         except BaseException:
-            # The cache may contain NaN, which would outlive these weights, and sequences are still running.
+            # The cache may contain NaN, which would stay there after the weights change. Sequences are still running.
             self._cache = self._state = None
             raise
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.shared_weights:
-            self._half_updated = True
-            # Taken out while tensors are copied, so that the next update after an error starts from the beginning.
-            stream, self._arriving = self._arriving or WeightStream(self._model, self._shard), None
+            stream = self._arriving or WeightStream(self._model, self._shard)
+            self._arriving = WeightStream(self._model, self._shard)  # if copying fails, the next update starts again
             stream.take(named_tensors)
-            if version is None:
-                self._arriving = stream
-                return
-            stream.end()
-            self._half_updated = False
+            if version is not None:
+                stream.end()
+            self._arriving = stream if version is None else None
         if version is not None:
             self.version = version
 
@@ -138,15 +129,13 @@ class NativeEngine:
 
     def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
         problems = []
-        limit, vocab_size = self._decoder.max_positions, self._decoder.vocab_size
+        limit, vocab_size = self._max_positions, self._vocab_size
         for index, request in enumerate(requests):
             num_new, num_prompt = _num_new(request, sampling), len(request.token_ids)
             if num_new < 1:
                 problems.append(f"request {index}: max_new_tokens={num_new}: must be 1 or more")
-            if not num_prompt:
-                problems.append(f"request {index}: the prompt has no token")
-            elif min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
-                problems.append(f"request {index}: the prompt has token ids outside of 0..{vocab_size - 1}")
+            if not num_prompt or min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+                problems.append(f"request {index}: the prompt must have tokens, with ids in 0..{vocab_size - 1}")
             if num_prompt + num_new > limit:
                 problems.append(
                     f"request {index}: a prompt of {num_prompt} and {num_new} new tokens are more than the "
@@ -159,8 +148,7 @@ class NativeEngine:
     def _take_cache(self, requests: Sequence[Request], sampling: Sampling) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
         length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
-        num_slots = min(self._max_num_seqs, len(requests))
-        shape = self._decoder.cache_shape
+        num_slots, shape = min(self._max_num_seqs, len(requests)), cache_shape(self._model)
         if self._cache is None or not self._cache.fits(shape, num_slots, length):
             self._cache = None  # before the new one is allocated, so that both never exist at once
             if self._cache_bytes is not None:
@@ -168,7 +156,7 @@ class NativeEngine:
                 num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
                 if num_slots < 1:
                     raise RolepoolError(
-                        f"the rollout's KV cache may take {num_bytes:,} bytes, and one sequence of {length} tokens "
+                        f"the rollout's KV cache may use {num_bytes:,} bytes, but one sequence of {length} tokens "
                         f"needs {shape.slot_bytes(length):,}: raise actor_rollout_ref.rollout.gpu_memory_utilization, "
                         "or shorten data.max_prompt_length or data.max_response_length"
                     )
@@ -181,22 +169,18 @@ class NativeEngine:
         addresses = tuple(parameter.data_ptr() for parameter in self._model.parameters())
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
-        if before is not None and not self._fuse and before.addresses == addresses:
-            if before.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
+        if before is not None and before.addresses == addresses:
+            if before.decoder.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
                 return before
             num_rows, num_new = max(num_rows, before.batch.num_rows), max(num_new, before.batch.max_new_tokens)
         self._state = before = None  # frees its graphs before others are captured
-        num_positions = cache.length
-        if self._by_kernels:  # with room for longer sequences in later calls
-            num_positions = min(self._decoder.max_positions, 2 ** (cache.length - 1).bit_length())
-        state = _DecodeState(
-            addresses,
-            self._decoder.weights(num_positions, self._fuse),
-            num_positions,
-            DecodeBatch(num_rows, num_new, stops, self._decoder.device, scattered=self._by_kernels),
-            gpu.StepGraphs() if self._captures else None,
-        )
-        if self._by_kernels:
+        length, device = cache.length, cache.shape.device
+        if self._on_gpu:  # with room for longer sequences in later calls
+            length = min(self._max_positions, 2 ** (length - 1).bit_length())
+        decoder = Decoder(self._model, self._parallel, length)
+        batch = DecodeBatch(num_rows, num_new, stops, device, scattered=self._on_gpu)
+        state = _DecodeState(addresses, decoder, batch, StepGraphs() if self._captures else None)
+        if self._on_gpu:
             self._state = state
         return state
 
@@ -204,40 +188,31 @@ class NativeEngine:
 class _Generation:
     """One call of `generate`."""
 
-    def __init__(
-        self,
-        engine: NativeEngine,
-        cache: SlotCache,
-        state: _DecodeState,
-        requests: Sequence[Request],
-        sampling: Sampling,
-    ) -> None:
-        self._engine, self._decoder, self._cache = engine, engine._decoder, cache
-        self._requests, self._sampling = requests, sampling
-        self._weights, self._batch, self._graphs = state.weights, state.batch, state.graphs
-        if engine._by_kernels:
-            self._decoder.locate(cache)
-        self._num_slots = min(cache.num_slots, len(requests))
-        self._streams = seed_streams([request.seed for request in requests])
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
+        self._engine, self._requests, self._sampling = engine, requests, sampling
+        self._cache = engine._take_cache(requests, sampling)
+        state = engine._take_state(self._cache, requests, sampling)
+        self._decoder, self._batch, self._graphs = state.decoder, state.batch, state.graphs
+        if engine._on_gpu:
+            self._decoder.locate(self._cache)
+        self._num_slots = min(self._cache.num_slots, len(requests))
+        self._streams = seed_streams([request.seed for request in requests]).tolist()
         self._waiting = deque(range(len(requests)))
-        self._completions: dict[int, Completion] = {}
 
     def run(self) -> list[Completion]:
+        completions: dict[int, Completion] = {}
         while self._waiting or self._batch.num_running:
-            if self._is_time_to_admit():
+            num_free = self._num_slots - self._batch.num_running
+            num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
+            if self._waiting and (num_free >= num_wanted or not self._batch.num_running):
                 with part("prefill"):
                     self._admit()
             else:
                 with part("decode"):
                     for _ in range(min(self._engine._check_interval, self._batch.num_steps_left)):
                         self._step()
-            self._complete(self._batch.finished())
-        return [self._completions[index] for index in range(len(self._requests))]
-
-    def _is_time_to_admit(self) -> bool:
-        num_free = self._num_slots - self._batch.num_running
-        enough = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
-        return bool(self._waiting) and (num_free >= enough or not self._batch.num_running)
+            completions.update(self._completed())
+        return [completions[index] for index in range(len(self._requests))]
 
     def _admit(self) -> None:
         """Prefill waiting prompts into all free slots, each prompt once, and sample the first token of each row."""
@@ -250,10 +225,10 @@ class _Generation:
         # First one request of each prompt, so that prefilled rows are adjacent; then the requests that share a prompt.
         members = [(number, group[0]) for number, group in enumerate(groups)]
         members += [(number, index) for number, group in enumerate(groups) for index in group[1:]]
-        numbers, order = [number for number, _ in members], [index for _, index in members]
+        numbers, order = zip(*members, strict=True)
         limits = [_num_new(self._requests[index], self._sampling) for index in order]
         lengths = [len(prompts[number]) for number in numbers]
-        slots = self._batch.enter(order, lengths, limits, self._streams[order])
+        slots = self._batch.enter(order, lengths, limits, [self._streams[index] for index in order])
         micro_batches = _split_prompts(prompts, self._engine._max_num_batched_tokens)
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in micro_batches])
         for row in range(len(prompts), len(order)):
@@ -262,10 +237,11 @@ class _Generation:
 
     def _prefill(self, prompts: Sequence[Sequence[int]], pieces: list[Piece], slots: Sequence[int]) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
-        tokens = gpu.tensor_of(prompts[number][start : start + count] for number, start, count in pieces)
+        tokens = chain.from_iterable(prompts[number][start : start + count] for number, start, count in pieces)
+        # Through numpy, because `torch.tensor` takes ten times as long for a list.
+        tokens_t = on_device(torch.from_numpy(np.fromiter(tokens, np.int64)), self._decoder.device)
         placed = [piece._replace(slot=slots[piece.slot]) for piece in pieces]
-        tokens_t = on_device(tokens, self._decoder.device)
-        final = self._decoder.prefill(self._weights, self._cache, tokens_t, placed)
+        final = self._decoder.prefill(self._cache, tokens_t, placed)
         # Only the last piece of a micro-batch may end before its prompt does.
         ends_early = pieces[-1].start + pieces[-1].num_tokens < len(prompts[pieces[-1].slot])
         return final[: len(pieces) - ends_early]
@@ -273,8 +249,8 @@ class _Generation:
     def _step(self) -> None:
         """Run the newest token of every row, and sample the next one."""
         num_rows = self._batch.num_running
-        if self._engine._by_kernels:
-            num_rows = gpu.bucket_of(num_rows, self._batch.num_rows)
+        if self._engine._on_gpu:
+            num_rows = bucket_of(num_rows, self._batch.num_rows)
         if self._graphs is None:
             self._decode(slice(0, num_rows))
         else:
@@ -286,27 +262,56 @@ class _Generation:
     def _decode(self, running: slice) -> None:
         batch, length = self._batch, min(self._batch.length, self._cache.length)
         tokens_b, positions_b, slots_b = batch.tokens[running], batch.positions[running], batch.slots[running]
-        self._sample(running, self._decoder.decode(self._weights, self._cache, tokens_b, positions_b, slots_b, length))
+        self._sample(running, self._decoder.decode(self._cache, tokens_b, positions_b, slots_b, length))
 
     def _sample(self, rows: slice, final: Tensor) -> None:
-        logits = self._weights.head(final)
+        logits = self._decoder.head(final)
         tokens, log_probs = choose(logits, self._batch.streams[rows], self._batch.steps[rows], self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and hang.
         self._batch.record(rows, self._engine._parallel.first(tokens), log_probs)
 
-    def _complete(self, indices: Sequence[int]) -> None:
-        if not indices:
-            return
-        version = self._engine.version
-        for request, tokens, log_probs in self._batch.take(indices):
+    def _completed(self) -> Iterator[tuple[int, Completion]]:
+        """The requests that have ended since the last check, and their completions."""
+        version, stops = self._engine.version, self._batch.stop_token_ids
+        for request, tokens, log_probs in self._batch.pop_finished(self._cache):
             if not np.isfinite(log_probs).all():
                 raise RolepoolError(
                     f"request {request}: the model's logits are not finite (weights version {version}): "
                     "its weights contain NaN or have diverged"
                 )
-            reason: FinishReason = "stop" if tokens[-1] in self._batch.stop_token_ids else "length"
-            self._completions[request] = Completion(tokens, log_probs, reason, version)
-        self._batch.leave(indices, self._cache)
+            yield request, Completion(tokens, log_probs, "stop" if tokens[-1] in stops else "length", version)
+
+
+class StepGraphs:
+    """Decode steps as CUDA graphs, captured once for each key and replayed. They share one memory pool, because only
+    one runs at a time. The tensors of a step must keep their addresses."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Run the step: the first time directly, which compiles its kernels, later from a graph."""
+        if key not in self._graphs:
+            self._graphs[key] = None
+            step()
+            return
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = torch.cuda.CUDAGraph()
+            # Other threads of the process, such as a memory monitor, may use CUDA at the same time.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        graph.replay()
+
+
+def bucket_of(num_rows: int, most: int) -> int:
+    """The batch size to use for `num_rows` rows: at least that many, rounded up to one of few sizes, because each size
+    is a graph."""
+    if num_rows <= 32:
+        return min(1 << (num_rows - 1).bit_length(), most)
+    grain = 32 if num_rows <= 256 else 64
+    return min(-(-num_rows // grain) * grain, most)
 
 
 def _num_new(request: Request, sampling: Sampling) -> int:
@@ -320,28 +325,13 @@ def _split_prompts(prompts: Sequence[Sequence[int]], max_num_tokens: int) -> Ite
     room = max_num_tokens
     for index, prompt in enumerate(prompts):
         start = 0
-        if pieces and room < len(prompt) <= max_num_tokens:
-            yield pieces
-            pieces, room = [], max_num_tokens
         while start < len(prompt):
-            count = min(room, len(prompt) - start)
+            num_left = len(prompt) - start
+            if room == 0 or (pieces and start == 0 and room < num_left <= max_num_tokens):
+                yield pieces
+                pieces, room = [], max_num_tokens
+            count = min(room, num_left)
             pieces.append(Piece(index, start, count))
             start += count
             room -= count
-            if not room:
-                yield pieces
-                pieces, room = [], max_num_tokens
-    if pieces:
-        yield pieces
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; then every module returns to its own mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    yield pieces

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rolepool.rollout import gpu
 from rolepool.rollout.engine import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -55,8 +54,13 @@ def uniforms(streams_b: Tensor, steps_b: Tensor) -> Tensor:
 
 def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs."""
-    if gpu.has_kernels(logits_bv.device):
-        return _choose_by_race(logits_bv, streams_b, steps_b, sampling)
+    if logits_bv.is_cuda:
+        from rolepool.rollout import kernels  # needs Triton
+
+        temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
+        if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
+            floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
+        return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b)
     if sampling.is_greedy:
         scores_bv = logits_bv.float()
         best, token_b = scores_bv.max(dim=-1)
@@ -67,15 +71,6 @@ def choose(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Samp
     target_b1 = uniforms(streams_b, steps_b)[:, None] * cumulative_bv[:, -1:]
     token_b1 = torch.searchsorted(cumulative_bv, target_b1, right=True).clamp_(max=probs_bv.shape[-1] - 1)
     return token_b1[:, 0], probs_bv.gather(1, token_b1)[:, 0].log_()
-
-
-def _choose_by_race(logits_bv: Tensor, streams_b: Tensor, steps_b: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    from rolepool.rollout import kernels  # needs Triton
-
-    temperature, floors_b = (1.0 if sampling.is_greedy else sampling.temperature), None
-    if not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1):
-        floors_b = kernels.find_floors(logits_bv, temperature, sampling.top_k, sampling.top_p)
-    return kernels.race(logits_bv, streams_b, steps_b, temperature, sampling.is_greedy, floors_b)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the part of each weight that a rank holds, and the collectives between the ranks.
+"""The weights of a rollout's model: the part that a tensor-parallel rank holds, and copying new weights into them.
 
 Attention heads and inner features of the MLP are divided over the ranks, so each layer needs two all-reduces. The
 embedding and the head are not divided: they are often one tensor, and complete logits on every rank need no gathering.
@@ -7,6 +7,8 @@ This costs vocabulary x hidden weights per rank. Does not know how a layer is co
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, DataError
 from rolepool.placement.models import why_not_parallel
 
 _BY_OUTPUT, _BY_INPUT = 0, 1
+_MAX_SHOWN = 5
 
 
 class Shard:
-    """The part of a model that rank `rank` of `size` holds. Ranks share key-value heads if there are fewer heads."""
+    """The part of a model that rank `rank` of `size` holds. Several ranks hold the same key-value head if there are
+    fewer of these heads than ranks."""
 
     def __init__(self, model_config: Any, size: int, rank: int) -> None:
         num_kv_heads = model_config.num_key_value_heads
@@ -29,20 +33,14 @@ class Shard:
         if (problem := why_not_parallel(*counts, size)) is not None:
             raise ConfigError(problem)
         self._size, self._rank = size, rank
-        by_kv_heads = (_BY_OUTPUT, min(size, num_kv_heads))
-        self._cuts = {
-            "q_proj": (_BY_OUTPUT, size),
-            "k_proj": by_kv_heads,
-            "v_proj": by_kv_heads,
-            "o_proj": (_BY_INPUT, size),
-            "gate_proj": (_BY_OUTPUT, size),
-            "up_proj": (_BY_OUTPUT, size),
-            "down_proj": (_BY_INPUT, size),
-        }
+        self._splits = dict.fromkeys(("q_proj", "gate_proj", "up_proj"), (_BY_OUTPUT, size))
+        self._splits |= dict.fromkeys(("k_proj", "v_proj"), (_BY_OUTPUT, min(size, num_kv_heads)))
+        self._splits |= dict.fromkeys(("o_proj", "down_proj"), (_BY_INPUT, size))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a weight, as a view. A bias after an all-reduce is zero on all ranks but the first."""
-        dim, num_parts = self._cut_of(name)
+        """This rank's part of a weight, as a view. A bias is zero on all ranks except the first if outputs are summed
+        over the ranks."""
+        dim, num_parts = self._split_of(name)
         if num_parts == 1:
             return whole
         if dim >= whole.dim():
@@ -52,7 +50,7 @@ class Shard:
 
     def whole_shape(self, name: str, part_shape: Size) -> Size:
         """The shape of the whole weight, from the shape of a part."""
-        dim, num_parts = self._cut_of(name)
+        dim, num_parts = self._split_of(name)
         return Size(length * num_parts if index == dim else length for index, length in enumerate(part_shape))
 
     def cut(self, model: nn.Module) -> None:
@@ -63,9 +61,9 @@ class Shard:
             if part is not whole:
                 parameter.data = part.clone()  # a view would keep the whole tensor
 
-    def _cut_of(self, name: str) -> tuple[int, int]:
+    def _split_of(self, name: str) -> tuple[int, int]:
         """The axis along which a weight is divided, and the number of parts. A bias has only the axis of outputs."""
-        return self._cuts.get(name.split(".")[-2], (_BY_OUTPUT, 1))
+        return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
 
 
 @dataclass(frozen=True)
@@ -99,3 +97,42 @@ class TensorParallel:
         held = torch.tensor(number, device=device)
         dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self.group)
         return int(held)
+
+
+class WeightStream:
+    """Copies whole tensors into `model`; with `shard`, the part of each that `model` holds. Tied weights may come with
+    one of their names or with all of them.
+
+    A wrong name or shape is an error when the tensor arrives, and a missing name is an error at the end. After an error
+    the model contains a mixture of old and new weights.
+    """
+
+    def __init__(self, model: nn.Module, shard: Shard | None) -> None:
+        self._targets, self._shard = model.state_dict(keep_vars=True), shard
+        self._arrived: set[str] = set()
+
+    @torch.no_grad()
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy each tensor in place as it arrives."""
+        for name, tensor in named_tensors:
+            if name not in self._targets:
+                close = difflib.get_close_matches(name, list(self._targets), n=1)
+                nearest = f"; the nearest is {close[0]}" if close else ""
+                raise DataError(f"weights: {name} is not a weight of this model{nearest}")
+            if name in self._arrived:
+                raise DataError(f"weights: {name} was sent twice")
+            target = self._targets[name]
+            shape = target.shape if self._shard is None else self._shard.whole_shape(name, target.shape)
+            if tensor.shape != shape:
+                raise DataError(f"weights: {name} has shape {list(tensor.shape)}, the model's {list(shape)}")
+            target.copy_(tensor if self._shard is None else self._shard.part(name, tensor))
+            self._arrived.add(name)
+
+    def end(self) -> None:
+        """Check that all weights have arrived."""
+        arrived = {id(self._targets[name]) for name in self._arrived}
+        missing = [name for name, target in self._targets.items() if id(target) not in arrived]
+        if missing:
+            more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+            named = ", ".join(missing[:_MAX_SHOWN]) + more
+            raise DataError(f"weights: {len(missing)} of {len(self._targets)} are missing: {named}")

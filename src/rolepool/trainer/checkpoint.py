@@ -15,9 +15,9 @@ from transformers.utils.hub import cached_file
 from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError, one_line
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.models.checkpoint.export import export_hf
-from rolepool.models.checkpoint.folders import (
+from rolepool.models.checkpoint import (
     checkpoint_folder,
+    export_hf,
     newest_checkpoint,
     publish,
     remove_old,

@@ -24,7 +24,7 @@ from rolepool.errors import ConfigError, PlacementError, Terminated
 from rolepool.metrics.run_folder import Loggers, RunFolder
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
-from rolepool.models.checkpoint.folders import remove_unfinished
+from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated

@@ -1,0 +1,359 @@
+"""Checkpoints of models in training: all ranks write them, any number of ranks can read them, and they can be exported.
+
+Owns what a checkpoint looks like on disk (safetensors and JSON, nothing pickled), and the folders under `checkpoints/`:
+a folder is complete or absent. torch.distributed.checkpoint writes and reads the tensor files. The trainer owns what
+else a run saves (data position, metrics) and when.
+
+    checkpoints/step_000010/
+      trainer.json                       written by the trainer; a checkpoint without it is not complete
+      actor/                             one folder for each saved role
+        rank_00000_of_00002.json         size of all tensors, number of updates, random states
+        shard-*.safetensors              weights by Hugging Face name; NAME/exp_avg, NAME/exp_avg_sq, NAME/step
+        config.json                      the model's configuration, if it is a Hugging Face model
+
+A name that begins with `.tmp-` belongs to a save, an export or a removal that did not finish, and is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from rolepool.errors import ConfigError, RolepoolError, explained
+from rolepool.models.sharding import rank_and_count
+from rolepool.models.training import TrainedModel
+from rolepool.protocol.random_state import random_state, set_random_state
+
+FILE_BYTES = 2**30
+"""Approximate size of a file, and of the host memory that a rank needs to write it."""
+STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
+
+_logger = logging.getLogger(__name__)
+_MAX_SHOWN = 3
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
+"""Suffixes of files that an export copies: configurations, tokenizers, chat templates, model code."""
+
+Saved = dict[str, TensorStorageMetadata]
+"""Size and dtype of saved tensors by name."""
+
+
+class RankState(BaseModel):
+    """What a rank writes after all its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[2] = 2
+    num_updates: int
+    num_bytes: int
+    """Size of all tensors of all ranks."""
+    rng: dict[str, Any]
+
+
+# One role
+
+
+def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
+    """Write weights, optimizer states, number of updates and random states into a new folder.
+
+    All ranks of the pool call it, and each writes its own shards; replicas and tied weights are written once. The
+    folder is complete when the last rank has returned; the caller waits for that before it publishes the folder.
+    """
+    rank, num_ranks = rank_and_count()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
+    if dist.is_initialized():
+        dist.barrier()  # no rank writes before all have checked the folder
+    tensors = _tensors(trained)
+    bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
+    file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+    with _plain_errors(folder):
+        save(tensors, storage_writer=writer)
+    if rank == 0 and isinstance(trained.model, PreTrainedModel):
+        # The configuration includes the user's overrides. FSDP2 has replaced the model's class with a subclass.
+        own_class = next(cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule))
+        config = {**json.loads(trained.model.config.to_json_string()), "architectures": [own_class.__name__]}
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    state = RankState(num_updates=trained.num_updates, num_bytes=bytes_so_far[-1], rng=random_state())
+    text = state.model_dump_json(fallback=lambda array: array.tolist())
+    (folder / _rank_file(rank, num_ranks)).write_text(text, encoding="utf-8")
+
+
+def load_trained(trained: TrainedModel, folder: Path) -> None:
+    """Load a saved state, whatever number of ranks and sharding saved it; each rank reads only its own rows.
+
+    Weights, optimizer states and number of updates are exact. Random states are restored if the number of ranks is the
+    same; otherwise they stay as seeded. Everything is checked before anything is changed.
+    """
+    ranks, saved = _read_saved(folder)
+    if misfits := list(_misfits(saved, trained)):
+        more = f"; and {len(misfits) - _MAX_SHOWN} more" if len(misfits) > _MAX_SHOWN else ""
+        raise ConfigError(
+            f"{folder}: was saved from another model ({'; '.join(misfits[:_MAX_SHOWN])}{more}); set the model that "
+            "it was saved from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
+        )
+    trained.optimizer.state.clear()
+    with trained.on_device(training=True), torch.no_grad():
+        for name, parameter in _parameters(trained):
+            if (step := saved.get(f"{name}/{STEP}")) is not None:
+                # As AdamW allocates them.
+                trained.optimizer.state[parameter] = {
+                    STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device),
+                    **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
+                }
+        _read_tensors(folder, _tensors(trained))
+    trained.num_updates = ranks[0].num_updates
+    rank, num_ranks = rank_and_count()
+    if len(ranks) == num_ranks:
+        set_random_state(ranks[rank].rng)
+
+
+def _tensors(trained: TrainedModel) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer states by the name under which they are saved; tied weights are listed once."""
+    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
+    tensors: dict[str, Tensor] = trained.model.state_dict()
+    every_name = {name for name, _ in trained.model.named_parameters(remove_duplicate=False)}
+    for tied in every_name - {name for name, _ in trained.model.named_parameters()}:
+        tensors.pop(tied, None)
+    for name, parameter in _parameters(trained):
+        states = trained.optimizer.state.get(parameter, {})
+        tensors.update({f"{name}/{state}": value for state, value in states.items()})
+    return tensors
+
+
+def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and parameters of the optimizer, which has all parameters in the model's order."""
+    given = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
+    names = [name for name, _ in trained.model.named_parameters()]
+    return zip(names, given, strict=True)
+
+
+def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
+    """Differences between saved and expected tensors. A parameter that never had a gradient has no optimizer states."""
+    wanted = {name: tensor for name, tensor in _tensors(trained).items() if "/" not in name}
+    for name, parameter in _parameters(trained):
+        if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
+            wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
+    for name, tensor in wanted.items():
+        if name not in saved:
+            yield f"{name} is not saved, but the model has it"
+            continue
+        size, dtype = saved[name].size, saved[name].properties.dtype
+        if size != tensor.shape or (dtype != tensor.dtype and not name.endswith(f"/{STEP}")):
+            has = f"{list(tensor.shape)} {tensor.dtype}"
+            yield f"{name} is {list(size)} {dtype}, but the model has {has}".replace("torch.", "")
+    yield from (f"{name} is saved, but the model does not have it" for name in sorted(saved.keys() - wanted.keys()))
+
+
+def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
+    """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is complete."""
+    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
+    if not names:
+        raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
+    num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
+    if missing := sorted({_rank_file(rank, num_ranks) for rank in range(num_ranks)} - {*names}):
+        raise ConfigError(f"{folder / name}: missing" for name in missing)
+    ranks, fix = [], "copy the checkpoint again"
+    for name in names:
+        with explained(f"{folder / name}: not a valid rank file", fix, ValidationError):
+            ranks.append(RankState.model_validate_json((folder / name).read_bytes()))
+    if len(names) > num_ranks or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
+        raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
+    for path in sorted(folder.glob("*.safetensors")):
+        # Opening a file checks it.
+        with explained(f"{path}: not a complete safetensors file", fix, SafetensorError), safe_open(path, "pt"):
+            pass
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
+    for name, tensor in tensors.items():
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise ConfigError(f"{folder}: {name} is incomplete; a file is missing")
+    num_bytes = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values())
+    if num_bytes != ranks[0].num_bytes:
+        raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
+    return ranks, tensors
+
+
+def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded or not, with the values saved under their names."""
+    with _plain_errors(folder):
+        load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """Raise RolepoolError instead of torch's error, which is no Exception; hide its warning for a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            failed = ", ".join(f"{failure!r} on rank {rank}" for rank, (failure, _) in error.failures.items())
+            raise RolepoolError(f"{folder}: {failed}") from error
+
+
+def _rank_file(rank: int, num_ranks: int) -> str:
+    return f"rank_{rank:05d}_of_{num_ranks:05d}.json"
+
+
+def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes: int = 4 * 2**30) -> None:
+    """Write a folder that `from_pretrained` loads: the saved weights, in files of at most `file_bytes`, and the other
+    files (such as the tokenizer) of the original model folder. The folder appears under its name when it is complete.
+
+    config.json is that of the saved model, which includes the user's overrides and the head; its `dtype` is that of the
+    saved weights.
+    """
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        raise ConfigError(f"{out_dir}: already exists; export into a new folder")
+    if not (model_config_dir / "config.json").is_file():
+        raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
+    _, saved = _read_saved(folder)
+    weights = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in saved.items()
+        if not name.endswith(tuple(f"/{state}" for state in OPTIMIZER_STATES))
+    }
+    _read_tensors(folder, weights)
+    out_dir = out_dir.absolute()
+    temporary = temporary_folder(out_dir)
+    try:
+        for path in sorted(model_config_dir.iterdir()):
+            if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, temporary / path.name)
+        save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
+        own = folder / "config.json"
+        config = json.loads((own if own.is_file() else temporary / "config.json").read_text(encoding="utf-8"))
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
+        if len(dtypes) == 1:
+            config.pop("torch_dtype", None)  # its name in older releases of transformers
+            (config["dtype"],) = dtypes
+        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        publish(temporary, out_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# The folders of a run
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """The folder of a step's complete checkpoint."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def temporary_folder(final_folder: Path) -> Path:
+    """A new, empty folder next to the final one, to write into before `publish`; leftovers are removed."""
+    folder = final_folder.parent / f".tmp-{final_folder.name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def publish(tmp_folder: Path, final_folder: Path) -> None:
+    """Rename a written folder to its final name, after all of it is on disk.
+
+    An existing folder of that name is replaced. If the process is killed between the two renames, there is no folder of
+    that name.
+    """
+    for path in (*tmp_folder.rglob("*"), tmp_folder):
+        _sync(path)
+    replaced = final_folder.parent / f".tmp-replaced-{final_folder.name}"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final_folder.exists():
+        final_folder.rename(replaced)
+    tmp_folder.rename(final_folder)
+    _sync(final_folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:
+    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning."""
+    for folder in _newest_first(run_dir):
+        if problem := _problem(folder):
+            _logger.warning("skipping %s: %s", folder, problem)
+        elif all((folder / part).is_dir() for part in parts):
+            return folder
+    return None
+
+
+def remove_old(run_dir: Path, part: str, keep: int) -> None:
+    """Remove a part (such as `actor`) from all checkpoints except the `keep` newest complete ones that have it.
+
+    A checkpoint is removed with its last part. Damaged ones are not counted, so the newest complete one always stays.
+    """
+    assert keep >= 1
+    remove_unfinished(run_dir)
+    num_kept = 0
+    for folder in _newest_first(run_dir):
+        parts = _parts(folder)
+        if folder / part not in parts:
+            continue
+        if num_kept < keep:
+            num_kept += _problem(folder) is None
+        else:
+            # Renamed first, so that an interrupted removal does not leave a partial checkpoint.
+            removed = folder if len(parts) == 1 else folder / part
+            shutil.rmtree(removed.rename(folder.parent / f".tmp-removed-{folder.name}-{part}"))
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what unfinished saves and removals have left."""
+    for leftover in (run_dir / "checkpoints").glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _newest_first(run_dir: Path) -> list[Path]:
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir()]
+    steps = {int(match[1]): path for path in found if (match := _STEP_FOLDER.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The folders of saved roles in a checkpoint."""
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+
+def _problem(folder: Path) -> str | None:
+    """Why a checkpoint is not complete; None if it is."""
+    try:
+        with explained("trainer.json cannot be read", "only complete checkpoints are used", ValueError):
+            json.loads((folder / "trainer.json").read_bytes())
+        for part in (parts := _parts(folder)):
+            _read_saved(part)
+    except ConfigError as error:
+        return error.problems[0]
+    return None if parts else "it has no saved role"
