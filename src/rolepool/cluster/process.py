@@ -41,6 +41,7 @@ from rolepool.protocol.futures import Reply, reply_with
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
+from rolepool.protocol.random_state import random_state, set_random_state
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class WorkerProcess:
         with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
         self._roles: dict[str, Worker] = {}
-        self._random_states: dict[str, _RandomState] = {}
+        self._random_states: dict[str, Any] = {}
         self._speaking: str | None = None
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
@@ -235,9 +236,9 @@ class WorkerProcess:
         if role == self._speaking:
             return
         if self._speaking is not None:
-            self._random_states[self._speaking] = _random_state()
+            self._random_states[self._speaking] = random_state()
         if role in self._random_states:
-            _enter(self._random_states[role])
+            set_random_state(self._random_states[role])
         self._speaking = role
 
     def _named(self, error: Exception, role: str, method: str) -> WorkerError:
@@ -297,22 +298,3 @@ def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
         "num_tokens": next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0),
         "num_bytes": sum(num_bytes(tensor) for one in given if one.batch is not None for tensor in one.batch.values()),
     }
-
-
-_RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
-
-
-def _random_state() -> _RandomState:
-    """The state of every generator that a role may use."""
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    cuda = torch.cuda.get_rng_state() if on_gpu else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _enter(state: _RandomState) -> None:
-    cpu, cuda, python, numpy = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
