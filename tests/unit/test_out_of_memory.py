@@ -23,11 +23,9 @@ from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_o
 from rolepool.protocol.remote import Share
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
-from rolepool.roles.model_role import offloads
-from rolepool.roles.passes import Passes
+from rolepool.roles.model_role import Passes, Setup, TrainedRole, offloads
 from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
-from rolepool.roles.trained import TrainedRole
 
 GIB = 2**30
 
@@ -201,9 +199,9 @@ def rows(num_rows: int) -> DataProto:
 def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(config: Callable[..., Config]) -> None:
     keys = config("actor_rollout_ref.rollout.free_cache_engine=false")
     siblings: dict[str, Worker] = {}
-    for name, make in {"actor": lambda: Actor(keys, 1), "rollout": lambda: Rollout(keys, (1,))}.items():
-        with made_in(WorkerContext(role=name, local_world_size=2), siblings):
-            siblings[name] = make()
+    for worker_class in (Actor, Rollout):
+        with made_in(WorkerContext(role=worker_class.role, local_world_size=2), siblings):
+            siblings[worker_class.role] = worker_class(keys, Setup(num_training_steps=1, stop_token_ids=(1,)))
     actor, rollout = siblings["actor"], siblings["rollout"]
     assert isinstance(actor, Actor)
     actor.compute_log_prob(rows(8))
@@ -219,27 +217,30 @@ def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(
     ]
 
 
+REF_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
+
+
 def test_the_reference_may_wait_in_host_memory(config: Callable[..., Config]) -> None:
     here, away = (
-        Reference(config(f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}")).compute_ref_log_prob(rows(4))
+        Reference(config(f"{REF_OFFLOAD}={offload}"), Setup()).compute_ref_log_prob(rows(4))
         for offload in ("false", "true")
     )
     torch.testing.assert_close(pad_ragged(here.batch["ref_log_prob"]), pad_ragged(away.batch["ref_log_prob"]))
 
 
 def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Callable[..., Config]) -> None:
-    keys = config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false").critic
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
 
     class Linear(TrainedRole):
+        role = Role.Critic
         scale = float("nan")
 
         def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
             return model(columns["response_mask"].float()).sum() * self.scale, {}
 
-    role = Linear(config(), Role.Critic, None, keys, "critic.model", keys.model)
-    role.train(model, keys.model.fsdp_config, num_training_steps=1)
+    role = Linear(config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"), Setup())
+    role.train(model, num_training_steps=1)
     metrics = role.update(rows(4), ends_step=True)
     assert np.isnan(metrics["critic/grad_norm"])
     assert (metrics["critic/updates"], metrics["critic/skipped_updates"]) == (0, 1)

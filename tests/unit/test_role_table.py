@@ -9,29 +9,16 @@ from pathlib import Path
 import pytest
 
 from rolepool.config import load_config
+from rolepool.config.functions import import_object
 from rolepool.config.schema import all_keys, all_sections
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.protocol.worker import registered_methods
-from rolepool.roles.actor import Actor
-from rolepool.roles.critic import Critic
-from rolepool.roles.ref import Reference
-from rolepool.roles.reward_model import RewardModel
-from rolepool.roles.rollout import Rollout
 
 ALLOWED = {
     "placement/roles.py": "the table",
-    "placement/strategies.py": "which roles `split` puts together is what that strategy is",
-    "trainer/build.py": "the one place that builds roles",
-    "trainer/paper.py": "builds them on paper",
+    "trainer/build.py": "actor and rollout exchange weights, and a reward without a model is a rule",
 }
-CLASSES = {
-    Role.Actor: Actor,
-    Role.Rollout: Rollout,
-    Role.RefPolicy: Reference,
-    Role.Critic: Critic,
-    Role.RewardModel: RewardModel,
-}
-NAMES = {role.value for role in Role}
+NAMES = {*ROLE_SPECS, Role.ActorRollout}
 
 
 def branches_on_roles(tree: ast.AST) -> Iterator[int]:
@@ -80,14 +67,15 @@ def test_the_walk_finds_such_a_branch(code: str) -> None:
 
 
 def test_every_role_has_a_row_whose_keys_and_methods_exist() -> None:
-    assert {role for role in Role if role.parts == (role,)} == ROLE_SPECS.keys() == CLASSES.keys()
     for role, spec in ROLE_SPECS.items():
+        worker_class = import_object(role, spec.worker)
+        assert worker_class.role == role == spec.name
         assert {spec.section, spec.model, spec.fsdp or spec.model} <= all_sections()
         keys = [key for _, batched in spec.batched for key in (batched.rows, batched.tokens, batched.by_tokens)]
         named = [*keys, f"{spec.model}.path", spec.tensor_parallel, spec.max_length, spec.memory_key or None]
+        named.append(spec.checkpoints_to_keep)
         assert {key for key in named if key is not None} <= {*all_keys()}
-        assert {operation.method for operation in spec.operations} <= {*registered_methods(CLASSES[role])}
-        assert not spec.is_trained or f"trainer.max_{role}_ckpt_to_keep" in all_keys()
+        assert {operation.method for operation in spec.operations} <= {*registered_methods(worker_class)}
     assert len({operation.color for operation in OPERATIONS.values()}) == len(OPERATIONS)
 
 

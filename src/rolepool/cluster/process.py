@@ -32,6 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import Call, pack_reply, resolve, without_padding
 from rolepool.cluster.mps import MpsDaemon
+from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.inventory import detect_gpu_memory
@@ -63,11 +64,13 @@ class Whereabouts(NamedTuple):
 class WorkerProcess:
     """Made by `launch` on one slot. Calls run one at a time, in the order they were made."""
 
-    def __init__(self, folder: str) -> None:
-        """`folder` is the driver's, and what relative paths mean here too; not the one in which Ray was started."""
+    def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
+        """`folder` is the driver's, and what relative paths mean here too; not the one in which Ray was started.
+        `extensions` are the modules that the driver's `trainer.extensions` named."""
         self._folder = folder
         with suppress(OSError):  # what the config names is looked for on every node before it is read
             os.chdir(folder)
+        import_extensions(extensions)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, _RandomState] = {}
         self._speaking: str | None = None

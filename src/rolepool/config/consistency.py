@@ -109,6 +109,8 @@ def _about_placement(config: Config) -> Iterator[str]:
     placement, split = config.placement, config.placement.split
     chosen = f"placement.strategy={placement.strategy}"
     written = {f"placement.split.{name}": value for name, value in split.model_dump(exclude_defaults=True).items()}
+    if ":" in placement.strategy:  # a function of the user's own, which may use all keys
+        return
     if placement.strategy != "split":
         for key, value in written.items():
             yield f"{key}={value}: is for placement.strategy=split, but {chosen}; set one of them"

@@ -11,7 +11,6 @@ from rolepool.errors import ConfigError
 ONLY_VALUES: dict[str, Any] = {
     "actor_rollout_ref.model.lora_rank": 0,
     "actor_rollout_ref.model.lora_alpha": 16,
-    "actor_rollout_ref.rollout.name": "native",
 }
 """Keys that training does not implement yet, with the one value that works. Another value is an error."""
 
@@ -20,8 +19,13 @@ def check_implemented(loaded: LoadedConfig) -> None:
     """Raise ConfigError if the user set a key to a value that training does not implement."""
     values = {path: loaded.value_of(path) for path in ONLY_VALUES if path in loaded.set_keys}
     wrong = {path: value for path, value in values.items() if value != ONLY_VALUES[path]}
-    if wrong:
-        raise ConfigError(f"{path}={show(value)}: {status(path)}; leave it out" for path, value in wrong.items())
+    problems = [f"{path}={show(value)}: {status(path)}; leave it out" for path, value in wrong.items()]
+    if loaded.config.actor_rollout_ref.rollout.name == "vllm":
+        problems.append(
+            "actor_rollout_ref.rollout.name=vllm: not implemented yet; use native, or your own module:class"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def status(path: str) -> str:

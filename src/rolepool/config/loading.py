@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from rolepool.config.base import as_list
 from rolepool.config.consistency import contradictions
+from rolepool.config.functions import import_extensions
 from rolepool.config.schema import Config, Key, all_keys, all_sections
 from rolepool.config.unsupported import why_unsupported
 from rolepool.errors import ConfigError
@@ -53,13 +55,12 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
     """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems."""
     problems: list[str] = []
     leaves: dict[str, Any] = {}
-    sources = [(_read_file, file) for file in files] + [(_parse_override, override) for override in overrides]
-    for read, source in sources:
-        try:
-            tree = read(source)
-        except ConfigError as error:
-            problems.extend(error.problems)
-            continue
+    overrides = list(overrides)
+    trees = [*_read_all(_read_file, files, problems)]
+    early = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions")]
+    _import_extensions([*trees, *_read_all(_parse_override, early, [])])
+    trees.extend(_read_all(_parse_override, overrides, problems))
+    for tree in trees:
         for path, value in _flatten(tree):
             if (problem := _problem_with(path, value)) is not None:
                 problems.append(problem)
@@ -97,6 +98,25 @@ def nearest_key(path: str) -> str | None:
 
 
 # Reading files and overrides
+
+
+def _read_all(
+    read: Callable[[str], dict[str, Any]], sources: Iterable[str], problems: list[str]
+) -> Iterator[dict[str, Any]]:
+    for source in sources:
+        try:
+            yield read(source)
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+
+def _import_extensions(trees: Iterable[dict[str, Any]]) -> None:
+    """Import the extensions that the last tree names. They add keys, so they are imported before any key is checked."""
+    sections = [tree["trainer"] for tree in trees if isinstance(tree.get("trainer"), dict)]
+    written = [as_list(section["extensions"]) for section in sections if "extensions" in section]
+    names = written[-1] if written else ()
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        import_extensions(names)
 
 
 def _read_file(file: str) -> dict[str, Any]:
@@ -187,17 +207,17 @@ def unknown_key(path: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _defaults() -> DictConfig:
+def _defaults(paths: tuple[str, ...]) -> DictConfig:
     """The default of every key; a default that follows another key is a `${...}`."""
     tree = OmegaConf.create()
-    for key in all_keys().values():
+    for key in (all_keys()[path] for path in paths):
         OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
     return tree
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], set[str]]:
     """The defaults, replaced by the user's values, with all `${...}` resolved; and the keys whose reference failed."""
-    tree = copy.deepcopy(_defaults())
+    tree = copy.deepcopy(_defaults(tuple(all_keys())))
     broken: set[str] = set()
     for path, value in leaves.items():
         try:
@@ -231,7 +251,7 @@ def _validate(tree: dict[str, Any], broken: set[str], set_keys: frozenset[str], 
     except ValidationError as error:
         items = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
         problems.extend(_sentence(item) for leaf, item in items if leaf in set_keys)
-        defaults = OmegaConf.to_container(_defaults(), resolve=True)
+        defaults = OmegaConf.to_container(_defaults(tuple(all_keys())), resolve=True)
         broken = broken | {leaf for leaf, _ in items}
         for path in broken:
             _copy_leaf(path, defaults, tree)

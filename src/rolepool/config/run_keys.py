@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, StringConstraints, field_validator, model_validator
 
 from rolepool.config.base import (
     Count,
@@ -18,7 +18,7 @@ from rolepool.config.base import (
     Section,
     as_list,
 )
-from rolepool.config.functions import AdvEstimatorName
+from rolepool.config.functions import AdvEstimatorName, StepName, StrategyName
 from rolepool.config.model_keys import KlEstimator
 
 MAX_NODES = 65_536
@@ -136,6 +136,11 @@ class TrainerConfig(Section):
     """Train on GPUs (cuda), on CPU processes (cpu), or on GPUs if there are any (auto)."""
     seed: CountOrZero = 1
     """Random seed for weights, shuffling and sampling."""
+    extensions: Paths = ()
+    """Modules (or .py files) to import before the config is checked and in every worker process (docs/extending.md)."""
+    step: StepName | None = None
+    """A step function of your own as module:function (docs/extending.md); null uses the step that
+    algorithm.adv_estimator needs."""
 
 
 class SplitConfig(Section):
@@ -183,6 +188,11 @@ def _without_removed(pools: Any) -> Any:
 
 
 class RolePoolsConfig(Section):
+    """The pool of each role. Added roles are here, too; the loader accepts only names of roles."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, str | None]
+
     actor_rollout: str | None = None
     """Pool of actor and rollout together."""
     actor: str | None = None
@@ -198,9 +208,9 @@ class RolePoolsConfig(Section):
 
 
 class PlacementConfig(Section):
-    strategy: Literal["standard", "split", "custom"] = "standard"
-    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), or the pools of
-    placement.pools and placement.roles (custom)."""
+    strategy: StrategyName = "standard"
+    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
+    placement.pools and placement.roles (custom), or a function of your own as module:function (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""

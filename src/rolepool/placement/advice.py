@@ -139,7 +139,7 @@ def _taken(config: Config, role: Role) -> tuple[int, int] | None:
     if role not in plan.roles or estimate.unknown or find_problems(config, plan):
         return None
     memory = estimate.pools[plan.roles[role]].roles
-    beside = sum(other.idle for key, other in memory.items() if key is not role)
+    beside = sum(other.idle for key, other in memory.items() if key != role)
     return memory[role].working + beside, max(pool.peak for pool in estimate.pools.values())
 
 

@@ -15,7 +15,7 @@ from rolepool.config import Config
 from rolepool.placement.pools import ResourcePoolManager
 from rolepool.placement.roles import Role, home_of, needed_roles
 from rolepool.placement.slots import Slot, place_pools
-from rolepool.placement.strategies import STRATEGIES
+from rolepool.placement.strategies import divide
 
 
 class PlannedPool(BaseModel):
@@ -69,7 +69,7 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
-    manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
+    manager = divide(config, inventory if take_all else wanted)
     _, left_out = needed_roles(config)
     return place(manager, inventory, device=config.trainer.device, left_out=left_out, mps=config.placement.mps)
 

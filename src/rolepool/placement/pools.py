@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolepool.errors import PlacementError
-from rolepool.placement.roles import Role, home_of
+from rolepool.placement.roles import ROLE_SPECS, Role, home_of
 
 DRIVER = "driver"
 """The pool of spans of the driver itself, which estimates advantages and writes checkpoints."""
@@ -59,9 +59,10 @@ class ResourcePoolManager:
     roles: dict[Role, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        strange = [role for role in self.mapping if role not in list(Role)]
+        names = [*ROLE_SPECS, Role.ActorRollout]
+        strange = [role for role in self.mapping if role not in names]
         if strange:
-            raise PlacementError(f"mapping: {strange[0]!r} is no role; there are {', '.join(Role)}")
+            raise PlacementError(f"mapping: {strange[0]!r} is no role; there are {', '.join(names)}")
         pools = {name: _pool_of(name, spec) for name, spec in self.resource_pool_spec.items()}
         problems = [
             f"placement.roles.{Role(role)}={pool}: no such pool; there are {', '.join(pools) or 'none'}"
@@ -69,7 +70,7 @@ class ResourcePoolManager:
             if pool not in pools
         ]
         roles: dict[Role, str] = {}
-        for role in (role for role in Role if role.parts == (role,)):
+        for role in ROLE_SPECS:
             written = [name for name in self.mapping if role in Role(name).parts]
             if len(written) > 1:
                 places = " and ".join(f"placement.roles.{Role(name)}={self.mapping[name]}" for name in written)

@@ -32,6 +32,6 @@ def in_step_order(operations: Iterable[str]) -> list[str]:
 def colors_for(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name: the operation's own colour, or the next of `SERIES_COLORS`."""
     names = list(names)
-    others = [name for name in names if name not in OPERATION_COLORS]
+    others = [name for name in names if not OPERATION_COLORS.get(name)]
     turns = {name: SERIES_COLORS[index % len(SERIES_COLORS)] for index, name in enumerate(others)}
     return {name: OPERATION_COLORS.get(name) or turns[name] for name in names}

@@ -177,8 +177,11 @@ def _memory(run: Run) -> Iterator[Finding]:
 def _memory_key(roles: Sequence[Role]) -> str:
     """The key that decides most about a pool's memory: the micro-batch size of a role that is trained, or else of one
     that scores, or else the rollout's."""
-    specs = sorted((ROLE_SPECS[role] for role in roles), key=lambda spec: (not spec.is_trained, not spec.batched))
-    return specs[0].batched[-1][1].rows if specs[0].batched else specs[0].memory_key
+    known = [ROLE_SPECS[role] for role in roles if role in ROLE_SPECS]  # the others are of the run's extensions
+    if not known:
+        return "placement.roles"
+    spec = min(known, key=lambda spec: (not spec.is_trained, not spec.batched))
+    return spec.batched[-1][1].rows if spec.batched else spec.memory_key
 
 
 def _overlap(summary: Summary) -> Iterator[Finding]:

@@ -42,9 +42,8 @@ class Checkpoints:
 
     def __init__(self, config: Config, folder: RunFolder, roles: Iterable[str]) -> None:
         """`roles` are those of the run; the trained ones among them are saved."""
-        self._keys = config.trainer
-        self._folder = folder
-        self._parts = [str(role) for role in trained_roles() if role in roles]
+        self._config, self._keys, self._folder = config, config.trainer, folder
+        self._parts = [role for role in trained_roles() if role in roles]
 
     @property
     def are_on(self) -> bool:
@@ -98,9 +97,10 @@ class Checkpoints:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
         publish(temporary, final)
-        for name in self._parts:
-            if (keep := self._keys.at(f"max_{name}_ckpt_to_keep")) is not None:
-                remove_old(self._folder.path, name, keep)
+        for role in self._parts:
+            key = ROLE_SPECS[role].checkpoints_to_keep
+            if key is not None and (keep := self._config.at(key)) is not None:
+                remove_old(self._folder.path, role, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Load a checkpoint into all roles."""
