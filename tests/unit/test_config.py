@@ -166,7 +166,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "default_local_dir": NOT_SAID,
         "device": "auto",
         "seed": NOT_SAID,
-        "extensions": (),
+        "extensions": [],
         "step": None,
     },
     "placement": {
