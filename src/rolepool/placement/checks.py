@@ -133,16 +133,18 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """A sequence of a prompt and a response must have a place in every model that reads it."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     checked: set[str | None] = set()
+    limit_keys = {f"{ROLE_SPECS[role].model}.path": ROLE_SPECS[role].max_length for role in plan.roles}
     for key, (path, overrides) in models_of(config, plan).items():
         if path in checked:  # a critic from the policy's folder is judged as the policy, overrides included
             continue
         checked.add(path)
-        scored = config.reward_model.max_length if key.startswith("reward_model") else None
-        longest = min(prompt + response, scored or prompt + response)
+        limit_key = limit_keys[key]
+        num_read = config.at(limit_key) if limit_key else None
+        longest = min(prompt + response, num_read or prompt + response)
         with suppress(ShapeUnknown):  # models that are not on disk yet, and those without a limit
             limit = read_num_positions(path, overrides)
             if longest > limit:
-                remedy = f", or set reward_model.max_length={limit}" if key.startswith("reward_model") else ""
+                remedy = f", or set {limit_key}={limit}" if limit_key else ""
                 yield (
                     f"data.max_prompt_length={prompt}: with data.max_response_length={response} a sequence may have "
                     f"{prompt + response} tokens, and {key}={path} has {limit} positions (max_position_embeddings); "

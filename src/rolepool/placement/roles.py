@@ -88,7 +88,7 @@ class RoleSpec:
     settings: type[Section] | None = None
     """The keys of an added role, which become `roles.NAME.*`; None if it has none."""
     why_unused: Callable[[Config], str | None] = lambda config: None
-    """Why a run with this config does not need the role; None if it does."""
+    """Why a run with this config does not need the role; None if it needs it."""
     rule_worker: str | None = None
     """The class that does the role's first operation on CPU processes if the role is not used; None if nobody does."""
     fsdp: str | None = None
@@ -117,6 +117,8 @@ class RoleSpec:
 
 _ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
+_CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
 
 
 def _needs_no_reference(config: Config) -> str | None:
@@ -144,21 +146,13 @@ _SPECS = (
                 "old_log_prob",
                 method="compute_log_prob",
                 color="#56B4E9",
-                micro_batch=MicroBatchKeys(
-                    rows=f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-                    tokens=f"{_ACTOR}.ppo_max_token_len_per_gpu",
-                    by_tokens=f"{_ACTOR}.use_dynamic_bsz",
-                ),
+                micro_batch=MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
             ),
             Operation(
                 "update_actor",
                 method="update_actor",
                 color="#0072B2",
-                micro_batch=MicroBatchKeys(
-                    rows=f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-                    tokens=f"{_ACTOR}.ppo_max_token_len_per_gpu",
-                    by_tokens=f"{_ACTOR}.use_dynamic_bsz",
-                ),
+                micro_batch=MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
                 trains=True,
                 is_per_token=True,
             ),
@@ -213,22 +207,14 @@ _SPECS = (
                 "values",
                 method="compute_values",
                 color="#E69F00",
-                micro_batch=MicroBatchKeys(
-                    rows="critic.forward_micro_batch_size_per_gpu",
-                    tokens="critic.ppo_max_token_len_per_gpu",
-                    by_tokens="critic.use_dynamic_bsz",
-                ),
+                micro_batch=MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
                 is_per_token=True,
             ),
             Operation(
                 "update_critic",
                 method="update_critic",
                 color="#D55E00",
-                micro_batch=MicroBatchKeys(
-                    rows="critic.ppo_micro_batch_size_per_gpu",
-                    tokens="critic.ppo_max_token_len_per_gpu",
-                    by_tokens="critic.use_dynamic_bsz",
-                ),
+                micro_batch=MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
                 trains=True,
                 is_per_token=True,
             ),

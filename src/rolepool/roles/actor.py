@@ -35,7 +35,7 @@ class Actor(TrainedRole):
         """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            return self.in_passes("compute_log_prob", data, self._score)
+            return self.in_micro_batches("compute_log_prob", data, self._score)
 
     def _score(self, rows: TokenRows) -> dict[str, Tensor]:
         scores = self._log_probs(rows)

@@ -35,7 +35,9 @@ class Critic(TrainedRole):
         """The value of the state before each response token."""
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            return self.in_passes("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
+            return self.in_micro_batches(
+                "compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))}
+            )
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)

@@ -53,7 +53,7 @@ class Setup:
 
 
 @dataclass
-class Passes:
+class MicroBatches:
     """The micro-batches of one operation, and how rows were last split."""
 
     size: MicroBatch
@@ -66,15 +66,15 @@ class Passes:
     _num_rows: int = 0
     _most_rows: int = 0
 
-    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
+    def split(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows of each micro-batch, for rows of these lengths. Every rank has the same number of micro-batches."""
         if self.size.rows is not None:  # all ranks have as many rows, padding included
-            passes = by_rows(len(lengths), self.size.rows)
+            rows = by_rows(len(lengths), self.size.rows)
         else:
             counted = lengths if self.packed else [max(lengths)] * len(lengths)
-            passes = balanced(counted, max_over_ranks(num_passes(counted, self.size.tokens), self.device))
-        self._num_rows, self._most_rows = len(lengths), max(map(len, passes), default=0)
-        return passes
+            rows = balanced(counted, max_over_ranks(num_passes(counted, self.size.tokens), self.device))
+        self._num_rows, self._most_rows = len(lengths), max(map(len, rows), default=0)
+        return rows
 
     def smaller(self) -> list[str]:
         """The override with which micro-batches are half as large, if they can be smaller, and others."""
@@ -98,22 +98,22 @@ class ModelRole(Worker):
         self.packed: bool = self.spec.can_pack and config.at(self.spec.model).use_remove_padding
         sizes = default_micro_batches(config, self.role) if setup.micro_batches is None else setup.micro_batches
         width = config.data.max_prompt_length + config.data.max_response_length
-        self.passes = {
-            operation.method: Passes(sizes[operation.name], self.device, self.packed, width)
+        self.micro_batches = {
+            operation.method: MicroBatches(sizes[operation.name], self.device, self.packed, width)
             for operation, _ in self.spec.batched
         }
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 
-    def in_passes(
+    def in_micro_batches(
         self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
     ) -> DataProto:
         """The columns that are computed from the tokens of micro-batches, in the order of rows and in host memory."""
         tokens = data.select(list(TOKENS), [], [])
-        passes = self.passes[method].cut(lengths_of(data.batch[INPUT_IDS]).tolist())
-        parts = [DataProto.from_dict(compute(TokenRows.of(tokens[rows].batch, self.device))) for rows in passes]
+        split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
+        parts = [DataProto.from_dict(compute(TokenRows.of(tokens[rows].batch, self.device))) for rows in split]
         computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
-        computed.reorder(np.argsort([row for rows in passes for row in rows]))
+        computed.reorder(np.argsort([row for rows in split for row in rows]))
         return computed
 
     def load_policy(self, dtype: torch.dtype, *, packed: bool) -> nn.Module:
@@ -124,7 +124,7 @@ class ModelRole(Worker):
 
     def smaller(self, method: str) -> list[str]:
         """Overrides with which the role itself takes less memory in this method."""
-        return self.passes[method].smaller() if method in self.passes else []
+        return self.micro_batches[method].smaller() if method in self.micro_batches else []
 
     def less_memory(self, method: str) -> list[str]:
         others = [other for other in self.siblings.values() if other is not self]
@@ -156,9 +156,9 @@ class TrainedRole(ModelRole):
         """None if the plan cannot tell the model's shape."""
         with suppress(ShapeUnknown):
             self.shape = shape_of(config, self.role)
-        self.update_passes = next(self.passes[one.method] for one in self.spec.operations if one.trains)
+        self.update_micro_batches = next(self.micro_batches[one.method] for one in self.spec.operations if one.trains)
         if not self.checkpointing:
-            self.update_passes.further = [f"{self.spec.model}.enable_gradient_checkpointing=true"]
+            self.update_micro_batches.further = [f"{self.spec.model}.enable_gradient_checkpointing=true"]
 
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
@@ -173,7 +173,7 @@ class TrainedRole(ModelRole):
         )
         # Kept activations save time; their memory is not planned on a CPU.
         if self.checkpointing and self.device != "cpu":
-            self.trained.recompute_activations(bool(self.update_passes.size.recomputes))
+            self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
 
     def loss_of(
         self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
@@ -204,10 +204,10 @@ class TrainedRole(ModelRole):
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         batches = data.split(num_rows)
         counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
-        cuts = [self.update_passes.cut(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
+        splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
         of_batches = [
-            self.trained.step(cut, partial(self._loss_of_rows, batch, count))
-            for batch, count, cut in zip(batches, counts, cuts, strict=True)
+            self.trained.step(split, partial(self._loss_of_rows, batch, count))
+            for batch, count, split in zip(batches, counts, splits, strict=True)
         ]
         names = list(of_batches[0])
         numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()

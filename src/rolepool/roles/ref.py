@@ -34,4 +34,4 @@ class Reference(ModelRole):
             return {"ref_log_prob": rows.ragged(scores.log_probs)}
 
         with self.frozen.on_device():
-            return self.in_passes("compute_ref_log_prob", data, score)
+            return self.in_micro_batches("compute_ref_log_prob", data, score)

@@ -38,7 +38,7 @@ class RewardModel(ModelRole):
         if self.keys.max_length is not None:
             tokens.batch[INPUT_IDS] = last_tokens(data.batch[INPUT_IDS], self.keys.max_length)
         with self.frozen.on_device():
-            return self.in_passes("compute_scores", tokens, self._score)
+            return self.in_micro_batches("compute_scores", tokens, self._score)
 
     def _score(self, rows: TokenRows) -> dict[str, Tensor]:
         """Rows are padded on the right, because a classifier scores at the last token that is not padding."""

@@ -66,7 +66,7 @@ def build_roles(
         )
     for proxy in proxies.values():
         proxy.ready.get()
-    ready = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
+    ready: dict[str, RoleProxy] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
     sync = sync_here if plan.roles[Role.Actor] == plan.roles[Role.Rollout] else sync_across
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
