@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -56,11 +56,18 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
     problems: list[str] = []
     leaves: dict[str, Any] = {}
     overrides = list(overrides)
-    trees = [*_read_all(_read_file, files, problems)]
-    early = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions")]
-    _import_extensions([*trees, *_read_all(_parse_override, early, [])])
-    trees.extend(_read_all(_parse_override, overrides, problems))
-    for tree in trees:
+    extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
+    for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
+        _import_extensions(_parse_override(text))
+    sources = [(_read_file, file) for file in files] + [(_parse_override, override) for override in overrides]
+    for read, source in sources:
+        try:
+            tree = read(source)
+        except ConfigError as error:
+            problems.extend(error.problems)
+            continue
+        if not extensions:
+            _import_extensions(tree)
         for path, value in _flatten(tree):
             if (problem := _problem_with(path, value)) is not None:
                 problems.append(problem)
@@ -100,21 +107,10 @@ def nearest_key(path: str) -> str | None:
 # Reading files and overrides
 
 
-def _read_all(
-    read: Callable[[str], dict[str, Any]], sources: Iterable[str], problems: list[str]
-) -> Iterator[dict[str, Any]]:
-    for source in sources:
-        try:
-            yield read(source)
-        except ConfigError as error:
-            problems.extend(error.problems)
-
-
-def _import_extensions(trees: Iterable[dict[str, Any]]) -> None:
-    """Import the extensions that the last tree names. They add keys, so they are imported before any key is checked."""
-    sections = [tree["trainer"] for tree in trees if isinstance(tree.get("trainer"), dict)]
-    written = [as_list(section["extensions"]) for section in sections if "extensions" in section]
-    names = written[-1] if written else ()
+def _import_extensions(tree: dict[str, Any]) -> None:
+    """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys."""
+    trainer = tree.get("trainer")
+    names = as_list(trainer.get("extensions")) if isinstance(trainer, dict) else ()
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         import_extensions(names)
 
