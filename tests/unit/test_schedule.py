@@ -79,6 +79,11 @@ def test_every_epoch_is_a_call_and_warm_up_steps_are_not_the_ones_looked_at() ->
     assert (operations.count("update_critic"), operations.count("update_actor")) == (3, 2)
 
 
+def test_a_schedule_of_many_epochs_is_not_larger() -> None:
+    many, few = (scheduled(f"actor_rollout_ref.actor.ppo_epochs={epochs}") for epochs in (100_000, 3))
+    assert many == few
+
+
 # Under a placement
 
 

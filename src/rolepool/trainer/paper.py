@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rolepool.protocol import DataProto
 
 Step = Callable[..., StepCalls]
+MAX_EPOCHS = 3
 
 
 def step_of(config: Config, needs: Needs | None = None) -> Step:
@@ -36,7 +37,7 @@ def step_of(config: Config, needs: Needs | None = None) -> Step:
 
 def schedule_of(config: Config) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's generation."""
-    notes, run = _Notes(), step_of(config)
+    notes, run, config = _Notes(), step_of(config), _with_few_epochs(config)
     number = config.trainer.critic_warmup + 1
     needed, _ = needed_roles(config)
 
@@ -54,6 +55,14 @@ def schedule_of(config: Config) -> Schedule:
     ]
     workers, after = notes.made[num_calls]
     return Schedule((*calls, ScheduledCall(f"{NEXT_STEP}gen", frozenset(workers), frozenset(after))))
+
+
+def _with_few_epochs(config: Config) -> Config:
+    """The config with at most `MAX_EPOCHS`. Further epochs make the graph larger, but add no overlap."""
+    models, critic = config.actor_rollout_ref, config.critic
+    actor = models.actor.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, models.actor.ppo_epochs)})
+    critic = critic.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, critic.ppo_epochs)})
+    return config.model_copy(update={"actor_rollout_ref": models.model_copy(update={"actor": actor}), "critic": critic})
 
 
 @dataclass(frozen=True)
