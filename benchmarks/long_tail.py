@@ -40,6 +40,7 @@ from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
+from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import CallFuture, DataProto
 from rolepool.protocol.encoding import Encoded, encode
 from rolepool.roles.rollout import Rollout
@@ -107,7 +108,7 @@ class Steps:
         self.puts: list[DataProto] = []
         self._put = ray.put
         ray.put = self._watched_put
-        build.Rollout = LongTailRollout  # type: ignore[misc]
+        ROLE_SPECS[Role.Rollout] = replace(ROLE_SPECS[Role.Rollout], worker=f"{__name__}:{LongTailRollout.__name__}")
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path, trust_remote_code=False)
         self.loader = PromptLoader(PromptSet("train", self.config, tokenizer), NUM_ROWS, seed=1)
         self.estimator = Estimator(self.config)

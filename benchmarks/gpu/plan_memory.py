@@ -45,6 +45,7 @@ from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
+from rolepool.roles.model_role import Setup
 from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
@@ -179,27 +180,27 @@ def operations_of(
     role: Role, config: Config, sizes: dict[str, MicroBatch], vocab_size: int
 ) -> list[tuple[str, Callable[[], object]]]:
     """The role is made, and what it does in a step is to be called, twice."""
-    data = make_rows(config, vocab_size)
-    if role is Role.Actor:
-        actor = Actor(config, 10, micro_batches=sizes)
+    data, setup = make_rows(config, vocab_size), Setup(10, micro_batches=sizes)
+    if role == Role.Actor:
+        actor = Actor(config, setup)
         once: list[tuple[str, Callable[[], object]]] = [
             ("compute_log_prob", lambda: actor.compute_log_prob(data)),
             ("update_actor", lambda: actor.update_actor(data)),
         ]
-    elif role is Role.Critic:
-        critic = Critic(config, 10, micro_batches=sizes)
+    elif role == Role.Critic:
+        critic = Critic(config, setup)
         once = [
             ("compute_values", lambda: critic.compute_values(data)),
             ("update_critic", lambda: critic.update_critic(data)),
         ]
-    elif role is Role.RefPolicy:
-        reference = Reference(config, micro_batches=sizes)
+    elif role == Role.RefPolicy:
+        reference = Reference(config, setup)
         once = [("compute_ref_log_prob", lambda: reference.compute_ref_log_prob(data))]
-    elif role is Role.Rollout:
-        rollout, prompts = Rollout(config, []), make_prompts(data)
+    elif role == Role.Rollout:
+        rollout, prompts = Rollout(config, setup), make_prompts(data)
         once = [("generate_sequences", lambda: rollout.generate_sequences(prompts))]
     else:
-        reward_model = RewardModel(config, 0, micro_batches=sizes)
+        reward_model = RewardModel(config, setup)
         once = [("compute_scores", lambda: reward_model.compute_scores(data))]
     return 2 * once
 

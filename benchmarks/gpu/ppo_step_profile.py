@@ -24,7 +24,7 @@ import torch
 from rolepool.command_line import load_words
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, step_bounds
 from rolepool.report.run import read_run
-from rolepool.trainer.build import Roles
+from rolepool.trainer.calls import Roles
 from rolepool.trainer.loop import Observer, Trainer
 
 CLEAN_STEPS = (3, 4)

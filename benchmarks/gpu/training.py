@@ -42,6 +42,7 @@ from rolepool.protocol.ragged import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
+from rolepool.roles.model_role import Setup
 
 ROOT = Path(__file__).parent.parent.parent
 GOALS = {"update_actor": 0.45, "compute_log_prob": 0.50, "update_critic": 0.45}
@@ -157,7 +158,7 @@ def show_profile(setting: Setting, name: str, action: Callable[[], object]) -> N
 
 def measure_actor(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="actor", device=setting.device)):
-        actor = Actor(setting.config, 10)
+        actor = Actor(setting.config, Setup(10))
     data = setting.data
 
     results.times.setdefault("compute_log_prob", {})["rolepool"] = measure(
@@ -171,7 +172,7 @@ def measure_actor(setting: Setting, results: Results) -> None:
 
 def measure_critic(setting: Setting, results: Results) -> None:
     with made_in(WorkerContext(role="critic", device=setting.device)):
-        critic = Critic(setting.config, 10)
+        critic = Critic(setting.config, Setup(10))
     results.times.setdefault("compute_values", {})["rolepool"] = measure(
         setting, lambda: critic.compute_values(setting.data)
     )

@@ -20,6 +20,7 @@ from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import same_tensor
 from rolepool.protocol.ragged import flat_values, lengths_of
 from rolepool.roles.actor import Actor
+from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, sync_across, sync_here
@@ -83,9 +84,10 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     prompts = repeated(loader.next_batch(), 2)
     with start({"train": [2], "generate": [2]}) as cluster:
         train, generate = cluster.groups["train"], cluster.groups["generate"]
-        actor = train.add_role("actor", Actor, config, 10, torch.float64, blocking=False)
+        setup = Setup(10, torch.float64, stop_token_ids=(1,))
+        actor = train.add_role("actor", Actor, config, setup, blocking=False)
         rollouts = [
-            group.add_role("rollout", Rollout, config, (1,), torch.float64, tensor_parallel=2, blocking=False)
+            group.add_role("rollout", Rollout, config, setup, tensor_parallel=2, blocking=False)
             for group in (train, generate)
         ]
         old = rollouts[0].generate_sequences(prompts, blocking=True)

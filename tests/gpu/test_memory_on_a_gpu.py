@@ -21,6 +21,7 @@ from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_o
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
+from rolepool.roles.model_role import Setup
 from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
@@ -86,7 +87,7 @@ def test_offloaded_models_leave_the_gpu_between_uses_and_train_the_same(one_rank
         torch.manual_seed(0)
         data = batch()
         with made_in(WorkerContext(role="actor", device="cuda")):
-            actor, reference = Actor(config, 2), Reference(config)
+            actor, reference = Actor(config, Setup(2)), Reference(config, Setup())
         for _ in range(2):
             norm = actor.update_actor(data)["actor/grad_norm"]
         log_probs = actor.compute_log_prob(data).batch["old_log_probs"].values()
@@ -146,19 +147,19 @@ def four_layers(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
 def work_of(role: Role, config: Config) -> Callable[[], object]:
     """The role is made; what takes most of it is to be called."""
     data = batch(SEQUENCES, LENGTH)
-    if role is Role.Actor:
-        actor = Actor(config, 2)
+    if role == Role.Actor:
+        actor = Actor(config, Setup(2))
         return lambda: actor.update_actor(data)
-    if role is Role.Critic:
-        critic = Critic(config, 2)
+    if role == Role.Critic:
+        critic = Critic(config, Setup(2))
         return lambda: critic.update_critic(data)
-    if role is Role.RefPolicy:
-        reference = Reference(config)
+    if role == Role.RefPolicy:
+        reference = Reference(config, Setup())
         return lambda: reference.compute_ref_log_prob(data)
-    if role is Role.RewardModel:
-        reward_model = RewardModel(config, 0)
+    if role == Role.RewardModel:
+        reward_model = RewardModel(config, Setup())
         return lambda: reward_model.compute_scores(data)
-    rollout, ids = Rollout(config, []), data.to_padded().batch["prompts"].tolist()
+    rollout, ids = Rollout(config, Setup()), data.to_padded().batch["prompts"].tolist()
     columns = {"raw_prompt_ids": ids, "uid": list(range(SEQUENCES)), "sample_index": [0] * SEQUENCES}
     prompts = DataProto.from_dict(non_tensors=columns)
     return lambda: rollout.generate_sequences(prompts)
@@ -170,7 +171,7 @@ def test_a_role_takes_what_the_plan_says(one_rank: None, four_layers: Config, ro
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with made_in(WorkerContext(role=role.value, device="cuda")):
+    with made_in(WorkerContext(role=role, device="cuda")):
         work = work_of(role, four_layers)
     work()
     torch.cuda.reset_peak_memory_stats()
@@ -180,7 +181,7 @@ def test_a_role_takes_what_the_plan_says(one_rank: None, four_layers: Config, ro
     left = torch.cuda.memory_allocated() - before
     planned = pool.roles[role]
     print(
-        f"{role.value}: at work {peak / GIB:.2f} GiB, planned {planned.working / GIB:.2f}; "
+        f"{role}: at work {peak / GIB:.2f} GiB, planned {planned.working / GIB:.2f}; "
         f"at rest {left / GIB:.2f}, planned {planned.idle / GIB:.2f}"
     )
     assert planned.working == pytest.approx(peak, rel=0.15)

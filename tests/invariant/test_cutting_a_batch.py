@@ -14,6 +14,7 @@ from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import flat_values
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
+from rolepool.roles.model_role import Setup
 
 PROMPT, RESPONSE, ROWS = 8, 6, 12
 
@@ -88,9 +89,9 @@ def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str
         ],
     ).config
     torch.manual_seed(1)
-    actor = Actor(config, 10, torch.float64)
+    actor = Actor(config, Setup(10, torch.float64))
     torch.manual_seed(2)
-    critic = Critic(config, 10, torch.float64)
+    critic = Critic(config, Setup(10, torch.float64))
     rows, batch = [], ragged_batch()
     for _ in range(3):
         scored = actor.compute_log_prob(batch).batch

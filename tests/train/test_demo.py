@@ -118,11 +118,11 @@ def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
     assert "Traceback" not in output
     last = json.loads(rows.read_text().splitlines()[-1])["step"]
     if presses == 1:
-        how = "the same command with trainer.resume_mode=auto goes on from there"
+        how = "the same command with trainer.resume_mode=auto resumes from it"
         assert f"interrupted: step {last} was finished and saved; {how}" in output
         assert (tmp_path / "checkpoints" / f"step_{last:06d}" / "trainer.json").exists()
     else:
-        assert f"all after step {last} was dropped; there is no checkpoint" in output
+        assert f"the steps after step {last} were dropped; there is no checkpoint" in output
         assert not (tmp_path / "checkpoints").exists() or list((tmp_path / "checkpoints").glob("step_*")) == []
 
 

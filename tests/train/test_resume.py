@@ -139,7 +139,8 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(
 ) -> None:
     assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 0
     out = capsys.readouterr().out
-    assert "nothing left to do: " in out and "trainer.total_training_steps=4 ends with step 4; raise it to go on" in out
+    assert "nothing left to do: " in out
+    assert "trainer.total_training_steps=4 ends with step 4; raise it to continue" in out
     assert rows_of(used) == rows_of(whole)
 
 

@@ -15,6 +15,7 @@ from rolepool.data.demo import Demo, make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged
+from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.step import StepCalls, ppo_step
@@ -143,7 +144,7 @@ def test_scores_do_not_depend_on_how_passes_are_cut(
 ) -> None:
     limit = [] if max_length is None else [f"reward_model.max_length={max_length}"]
     assert tokenizer.pad_token_id is not None
-    role = RewardModel(recipe(demo, *CUTS[cut], *limit).config, tokenizer.pad_token_id)
+    role = RewardModel(recipe(demo, *CUTS[cut], *limit).config, Setup(pad_token_id=tokenizer.pad_token_id))
     batch = ragged_batch()
     expected = direct_scores(texts_of(batch.batch, tokenizer), demo, tokenizer, last=max_length)
     scores = role.compute_scores(batch).batch["scores"]

@@ -61,7 +61,7 @@ def test_dependent_operations_never_overlap_under_a_random_placement(demo: Demo,
             "next_gen": spans[step + 1, "gen"]
         }
         for one, other in combinations(names, 2):
-            if not schedule.are_independent(one, other):
+            if not schedule.can_overlap(one, other):
                 num_dependent += 1
                 assert not run_side_by_side(of_step[one], of_step[other]), (words, step, one, other)
     assert num_dependent > 10, "a schedule that calls everything independent shows nothing"

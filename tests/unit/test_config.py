@@ -165,6 +165,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "default_local_dir": NOT_SAID,
         "device": "auto",
         "seed": NOT_SAID,
+        "extensions": [],
+        "step": None,
     },
     "placement": {
         "strategy": "standard",

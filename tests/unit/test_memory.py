@@ -372,7 +372,7 @@ def test_utilization_caps_the_rollout_in_its_pools_share_of_the_gpu() -> None:
 def test_the_cache_also_leaves_room_in_what_the_idle_roles_leave_free() -> None:
     keys = f"{DEEPSEEK} actor_rollout_ref.rollout.tensor_model_parallel_size=8"
     (pool,) = estimate(keys, gpu_memory=80).pools.values()
-    others = sum(memory.idle for role, memory in pool.roles.items() if role is not Role.Rollout)
+    others = sum(memory.idle for role, memory in pool.roles.items() if role != Role.Rollout)
     rollout = pool.roles[Role.Rollout]
     assert rollout.kv_cache == int(0.5 * (80 * GIB - PROCESS_OVERHEAD_BYTES - others - rollout.weights))
 
@@ -442,7 +442,7 @@ def test_a_chosen_micro_batch_leaves_a_part_of_the_room_free() -> None:
     config = load_config(overrides=LONG.split()).config
     (pool,) = estimate(LONG, 20).pools.values()
     held = held_model(config, Role.Actor, 1)
-    others = sum(memory.idle for role, memory in pool.roles.items() if role is not Role.Actor)
+    others = sum(memory.idle for role, memory in pool.roles.items() if role != Role.Actor)
     room = 20 * GIB - PROCESS_OVERHEAD_BYTES - others - held.loaded.working
     assert pool.roles[Role.Actor].working - held.loaded.working <= USABLE * room
 

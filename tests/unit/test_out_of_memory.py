@@ -1,4 +1,4 @@
-"""What is said and done about memory: errors that name it, passes that fit, keys that help."""
+"""What is said and done about memory: errors that name it, micro-batches that fit, keys that help."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from rolepool.protocol import DataProto, pad_ragged, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
 from rolepool.roles.actor import Actor
-from rolepool.roles.model_role import offloads
-from rolepool.roles.passes import Passes
+from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
 from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
-from rolepool.roles.trained import TrainedRole
 
 GIB = 2**30
 
@@ -97,34 +95,34 @@ def test_what_is_free_in_host_memory_is_what_the_system_can_give() -> None:
     assert free_bytes("cpu") == pytest.approx(psutil.virtual_memory().available, rel=0.2)  # others come and go
 
 
-# Passes
+# MicroBatches
 
 KEYS = MicroBatchKeys("a.rows", "a.tokens", "a.by_tokens")
 
 
-def passes_of(
+def micro_batches_of(
     *, rows: int | None = None, tokens: int = MOST_TOKENS, is_chosen: bool = False, packed: bool = True, width: int = 8
-) -> Passes:
-    return Passes(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width)
+) -> MicroBatches:
+    return MicroBatches(MicroBatch(KEYS, rows, tokens, is_chosen, recomputes=None), "cpu", packed, width)
 
 
 def test_rows_of_open_size_go_through_in_micro_batches_of_about_one_size() -> None:
-    assert [len(rows) for rows in passes_of(is_chosen=True).cut([1024] * 40)] == [14, 13, 13]
-    assert [len(rows) for rows in passes_of(is_chosen=True).cut([1024] * 3)] == [3], "no more than there are"
+    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 40)] == [14, 13, 13]
+    assert [len(rows) for rows in micro_batches_of(is_chosen=True).split([1024] * 3)] == [3], "no more than there are"
 
 
 def test_packed_rows_count_as_their_tokens_and_padded_ones_as_the_longest() -> None:
     lengths = [10, 70, 10, 10, 10, 10, 10, 10]
-    assert len(passes_of(tokens=140).cut(lengths)) == 1
-    assert len(passes_of(tokens=140, packed=False).cut(lengths)) == 4
+    assert len(micro_batches_of(tokens=140).split(lengths)) == 1
+    assert len(micro_batches_of(tokens=140, packed=False).split(lengths)) == 4
 
 
 @pytest.mark.parametrize(("total", "parts"), [(7, 3), (8, 3), (1, 4), (12, 4)])
-def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: int) -> None:
+def test_every_rank_makes_as_many_micro_batches_of_a_number_of_rows(total: int, parts: int) -> None:
     for rows_per_pass in (1, 2, 3):
         counts = set()
         for index in range(parts):
-            counts.add(len(passes_of(rows=rows_per_pass).cut([4] * Share(total, parts, index).size)))
+            counts.add(len(micro_batches_of(rows=rows_per_pass).split([4] * Share(total, parts, index).size)))
         assert len(counts) == 1
 
 
@@ -132,19 +130,19 @@ def test_every_rank_makes_as_many_passes_of_a_number_of_rows(total: int, parts: 
 
 
 def test_the_smaller_pass_offered_is_half_of_the_one_that_was_set_or_chosen() -> None:
-    assert passes_of(rows=8).smaller() == ["a.rows=4"]
-    assert passes_of(rows=1).smaller() == []
-    chosen = passes_of(is_chosen=True)
+    assert micro_batches_of(rows=8).smaller() == ["a.rows=4"]
+    assert micro_batches_of(rows=1).smaller() == []
+    chosen = micro_batches_of(is_chosen=True)
     assert chosen.smaller() == [], "nothing was chosen yet"
-    chosen.cut([8] * 12)
+    chosen.split([8] * 12)
     assert chosen.smaller() == ["a.rows=6"]
-    chosen.cut([8] * 9)
-    assert chosen.smaller() == ["a.rows=3"], "a mini-batch must be a whole number of passes"
+    chosen.split([8] * 9)
+    assert chosen.smaller() == ["a.rows=3"], "a mini-batch must be an integer number of micro-batches"
 
 
 def test_the_smaller_pass_by_tokens_still_holds_a_row() -> None:
     for width, offered in ((30, ["a.tokens=50"]), (80, ["a.tokens=80"]), (100, [])):
-        assert passes_of(tokens=100, width=width).smaller() == offered
+        assert micro_batches_of(tokens=100, width=width).smaller() == offered
 
 
 def test_what_is_not_offloaded_yet_is_offered_on_a_gpu() -> None:
@@ -201,9 +199,9 @@ def rows(num_rows: int) -> DataProto:
 def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(config: Callable[..., Config]) -> None:
     keys = config("actor_rollout_ref.rollout.free_cache_engine=false")
     siblings: dict[str, Worker] = {}
-    for name, make in {"actor": lambda: Actor(keys, 1), "rollout": lambda: Rollout(keys, (1,))}.items():
-        with made_in(WorkerContext(role=name, local_world_size=2), siblings):
-            siblings[name] = make()
+    for worker_class in (Actor, Rollout):
+        with made_in(WorkerContext(role=worker_class.role, local_world_size=2), siblings):
+            siblings[worker_class.role] = worker_class(keys, Setup(num_training_steps=1, stop_token_ids=(1,)))
     actor, rollout = siblings["actor"], siblings["rollout"]
     assert isinstance(actor, Actor)
     actor.compute_log_prob(rows(8))
@@ -219,27 +217,30 @@ def test_a_role_offers_its_own_keys_and_what_the_roles_beside_it_could_put_away(
     ]
 
 
+REF_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
+
+
 def test_the_reference_may_wait_in_host_memory(config: Callable[..., Config]) -> None:
     here, away = (
-        Reference(config(f"actor_rollout_ref.ref.fsdp_config.param_offload={offload}")).compute_ref_log_prob(rows(4))
+        Reference(config(f"{REF_OFFLOAD}={offload}"), Setup()).compute_ref_log_prob(rows(4))
         for offload in ("false", "true")
     )
     torch.testing.assert_close(pad_ragged(here.batch["ref_log_prob"]), pad_ragged(away.batch["ref_log_prob"]))
 
 
 def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Callable[..., Config]) -> None:
-    keys = config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false").critic
     model = torch.nn.Linear(4, 1)
     before = model.weight.detach().clone()
 
     class Linear(TrainedRole):
+        role = Role.Critic
         scale = float("nan")
 
         def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
             return model(columns["response_mask"].float()).sum() * self.scale, {}
 
-    role = Linear(config(), Role.Critic, None, keys, "critic.model", keys.model)
-    role.train(model, keys.model.fsdp_config, num_training_steps=1)
+    role = Linear(config("critic.optim.lr=1.0", "critic.model.enable_gradient_checkpointing=false"), Setup())
+    role.train(model, num_training_steps=1)
     metrics = role.update(rows(4), ends_step=True)
     assert np.isnan(metrics["critic/grad_norm"])
     assert (metrics["critic/updates"], metrics["critic/skipped_updates"]) == (0, 1)

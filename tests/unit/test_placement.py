@@ -17,6 +17,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.inventory import parse_inventory, parse_memory
 from rolepool.placement.plan import place
+from rolepool.placement.roles import ROLE_SPECS
 
 ACTOR_POOL, CRITIC_POOL = "actor_rollout_ref_pool", "critic_pool"
 WITH_REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -141,7 +142,7 @@ def test_a_division_that_leaves_a_pool_empty_is_refused_with_one_that_does_not(w
 def test_split_without_critic_and_reward_model_is_refused() -> None:
     message = refusal("placement.strategy=split algorithm.adv_estimator=grpo")
     assert message.startswith(
-        "placement.strategy=split: nothing would live in critic_pool, for algorithm.adv_estimator=grpo"
+        "placement.strategy=split: no role would be in critic_pool because algorithm.adv_estimator=grpo"
     )
     assert message.endswith("use placement.strategy=standard")
 
@@ -171,7 +172,7 @@ def test_a_role_that_the_algorithm_does_not_need_is_not_used_and_the_plan_says_w
 ) -> None:
     plan = plan_of(overrides)
     assert set(plan.unused_roles) == set(unused)
-    assert set(plan.roles) | set(plan.unused_roles) == {role for role in Role if role is not Role.ActorRollout}
+    assert set(plan.roles) | set(plan.unused_roles) == set(ROLE_SPECS)
     assert set(plan.roles).isdisjoint(plan.unused_roles)
     for role, reason in unused.items():
         assert reason in plan.unused_roles[Role(role)]
@@ -185,7 +186,7 @@ def test_a_custom_reference_is_dropped_when_no_kl_is_used() -> None:
 
 def test_a_pool_whose_roles_are_all_left_out_is_refused_with_the_reason() -> None:
     message = custom_refusal("a=[4] b=[4]", "actor_rollout=a critic=a ref=b")
-    assert message.startswith("placement.pools.b=[4]: its roles are left out: ref (no KL term is used")
+    assert message.startswith("placement.pools.b=[4]: its roles are not used: ref (no KL term is used")
 
 
 # Custom pools
@@ -264,7 +265,7 @@ def test_the_plan_says_where_a_role_lives() -> None:
     plan = plan_of("placement.strategy=split")
     assert plan.pool_of(Role.ActorRollout) == plan.pool_of(Role.Actor) == plan.pools[ACTOR_POOL]
     assert plan.pool_of(Role.Critic) == plan.pools[CRITIC_POOL]
-    with pytest.raises(PlacementError, match="role ref has no pool of its own; placed are actor, rollout"):
+    with pytest.raises(PlacementError, match="role ref has no pool of its own; the roles with a pool are actor"):
         plan.pool_of(Role.RefPolicy)
 
 
@@ -354,8 +355,8 @@ def test_roles_without_a_pool_and_pools_without_a_role_are_reported_together() -
     assert custom_refusal("a=[2] b=[2] c=[2]", "actor=a").splitlines() == [
         "placement.roles.rollout=null: the role has no pool; set it to one of a, b, c",
         "placement.roles.critic=null: the role has no pool; set it to one of a, b, c",
-        "placement.pools.b=[2]: no role lives in it; give it a role or remove it",
-        "placement.pools.c=[2]: no role lives in it; give it a role or remove it",
+        "placement.pools.b=[2]: it has no role; give it a role or remove it",
+        "placement.pools.c=[2]: it has no role; give it a role or remove it",
     ]
 
 
@@ -421,7 +422,9 @@ def test_pools_may_be_placed_with_some_of_the_roles_only() -> None:
 def test_asking_a_manager_for_a_role_it_does_not_have_names_those_it_has() -> None:
     manager = ResourcePoolManager({"a": [1], "b": [1]}, {Role.Actor: "a", Role.Rollout: "b"})
     for role in (Role.Critic, Role.ActorRollout):
-        with pytest.raises(PlacementError, match=f"role {role} has no pool of its own; placed are actor, rollout"):
+        with pytest.raises(
+            PlacementError, match=f"role {role} has no pool of its own; the roles with a pool are actor"
+        ):
             manager.get_resource_pool(role)
 
 

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolepool.config import load_config
-from rolepool.config.schema import all_keys, all_sections
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
+from rolepool.config.functions import import_object
+from rolepool.config.model_keys import CriticConfig
+from rolepool.config.schema import ROLE_SETTINGS, all_keys, all_sections
+from rolepool.errors import ConfigError
+from rolepool.placement import Plan, build_plan
+from rolepool.placement.advice import advise
+from rolepool.placement.checks import find_problems
+from rolepool.placement.estimate import estimate_memory
+from rolepool.placement.roles import (
+    OPERATIONS,
+    ROLE_SPECS,
+    MicroBatchKeys,
+    Operation,
+    Role,
+    RoleSpec,
+    register_role,
+    trained_roles,
+)
 from rolepool.protocol.worker import registered_methods
-from rolepool.roles.actor import Actor
-from rolepool.roles.critic import Critic
-from rolepool.roles.ref import Reference
-from rolepool.roles.reward_model import RewardModel
-from rolepool.roles.rollout import Rollout
 
 ALLOWED = {
     "placement/roles.py": "the table",
-    "placement/strategies.py": "which roles `split` puts together is what that strategy is",
-    "trainer/build.py": "the one place that builds roles",
-    "trainer/paper.py": "builds them on paper",
+    "trainer/build.py": "actor and rollout exchange weights, and a reward without a model is a rule",
 }
-CLASSES = {
-    Role.Actor: Actor,
-    Role.Rollout: Rollout,
-    Role.RefPolicy: Reference,
-    Role.Critic: Critic,
-    Role.RewardModel: RewardModel,
-}
-NAMES = {role.value for role in Role}
+NAMES = {*ROLE_SPECS, Role.ActorRollout}
 
 
 def branches_on_roles(tree: ast.AST) -> Iterator[int]:
@@ -80,17 +85,96 @@ def test_the_walk_finds_such_a_branch(code: str) -> None:
 
 
 def test_every_role_has_a_row_whose_keys_and_methods_exist() -> None:
-    assert {role for role in Role if role.parts == (role,)} == ROLE_SPECS.keys() == CLASSES.keys()
     for role, spec in ROLE_SPECS.items():
+        worker_class = import_object(role, spec.worker)
+        assert worker_class.role == role == spec.name
         assert {spec.section, spec.model, spec.fsdp or spec.model} <= all_sections()
         keys = [key for _, batched in spec.batched for key in (batched.rows, batched.tokens, batched.by_tokens)]
         named = [*keys, f"{spec.model}.path", spec.tensor_parallel, spec.max_length, spec.memory_key or None]
+        named.append(spec.checkpoints_to_keep)
         assert {key for key in named if key is not None} <= {*all_keys()}
-        assert {operation.method for operation in spec.operations} <= {*registered_methods(CLASSES[role])}
-        assert not spec.is_trained or f"trainer.max_{role}_ckpt_to_keep" in all_keys()
+        assert {operation.method for operation in spec.operations} <= {*registered_methods(worker_class)}
     assert len({operation.color for operation in OPERATIONS.values()}) == len(OPERATIONS)
 
 
 def test_why_a_role_is_not_used_follows_the_config() -> None:
     unused = {role: spec.why_unused(load_config([], []).config) for role, spec in ROLE_SPECS.items()}
     assert {role for role, reason in unused.items() if reason} == {Role.RefPolicy, Role.RewardModel}
+
+
+# A role that is added
+
+
+@pytest.fixture
+def judge() -> Iterator[Role]:
+    """A second critic, added for one test."""
+    tables: list[dict[Any, Any]] = [ROLE_SPECS, OPERATIONS, ROLE_SETTINGS]
+    before = [dict(table) for table in tables]
+    keys = ("roles.judge.ppo_max_token_len_per_gpu", "roles.judge.use_dynamic_bsz")
+    register_role(
+        RoleSpec(
+            name="judge",
+            worker="rolepool.roles.critic:Critic",
+            settings=CriticConfig,
+            section="roles.judge",
+            model="roles.judge.model",
+            fsdp="roles.judge.model.fsdp_config",
+            has_scalar_head=True,
+            operations=(
+                Operation(
+                    "judge",
+                    "compute_values",
+                    micro_batch=MicroBatchKeys("roles.judge.forward_micro_batch_size_per_gpu", *keys),
+                ),
+                Operation(
+                    "update_judge",
+                    "update_critic",
+                    micro_batch=MicroBatchKeys("roles.judge.ppo_micro_batch_size_per_gpu", *keys),
+                    trains=True,
+                ),
+            ),
+        )
+    )
+    yield Role("judge")
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+    all_keys.cache_clear()
+    all_sections.cache_clear()
+
+
+def test_an_added_role_has_keys_a_pool_memory_and_advice_like_a_built_in_one(judge: Role, root: Path) -> None:
+    shapes = root / "recipes" / "shapes" / "deepseek-llm-7b-chat"
+    words = [f"actor_rollout_ref.model.path={shapes}", f"roles.judge.model.path={shapes}", "data.train_batch_size=64"]
+    sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=64", "roles.judge.ppo_mini_batch_size=12"]
+    alone = "algorithm.adv_estimator=grpo"  # without another critic, whose keys would be advised first
+    config = load_config([], [*words, *sizes, alone]).config
+    plan = build_plan(config)
+    assert plan.roles[judge] == plan.roles[Role.Actor] and judge in trained_roles()
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    (problem,) = find_problems(config, plan)
+    assert problem.startswith("roles.judge.ppo_mini_batch_size=12: ")
+    estimate = estimate_memory(config, plan, 30 * 2**30)
+    assert estimate.pools["global_pool"].roles[judge].optimizer > 0
+    advice = [one.override for one in advise(config, plan, estimate, 30 * 2**30, build_plan)]
+    assert any("roles.judge.model.fsdp_config.optimizer_offload=true" in override for override in advice), advice
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("roles.judge.grad_clip=-1", "roles.judge.grad_clip=-1: must be a number, greater than 0"),
+        ("roles.judge.grad_clop=1", "roles.judge.grad_clop=1: unknown key; did you mean roles.judge.grad_clip?"),
+        ("roles.jugde.grad_clip=1", "roles.jugde.grad_clip=1: unknown key; did you mean roles.judge.grad_clip?"),
+        ("roles.judge=1", "roles.judge=1: is a section; set one of its keys, such as "),
+    ],
+)
+def test_the_keys_of_an_added_role_are_checked_like_others(judge: Role, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config([], [override])
+
+
+def test_a_name_is_registered_once(judge: Role) -> None:
+    for name in (judge, "critic", "gen"):
+        with pytest.raises(ConfigError, match=f"the name {name} is already used; choose another name"):
+            register_role(replace(ROLE_SPECS[judge], name=name))

@@ -17,7 +17,9 @@ from rolepool.protocol import DataProto
 from rolepool.protocol.columns import same_tensor
 from rolepool.protocol.ragged import flat_values, lengths_of, split_tokens
 from rolepool.protocol.worker import WorkerContext, made_in
+from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
+from rolepool.rollout import NativeEngine
 
 NORM = "model.norm.weight"
 GIB = 2**30
@@ -40,7 +42,7 @@ def make_rollout(demo: Demo, device: str = "cpu", *overrides: str) -> Rollout:
     settings = [f"actor_rollout_ref.model.path={demo.model}", "data.max_prompt_length=8", "data.max_response_length=4"]
     config = load_config([], [*settings, *overrides]).config
     with made_in(WorkerContext(device=device)):
-        return Rollout(config, (1,), torch.float64)
+        return Rollout(config, Setup(stop_token_ids=(1,), dtype=torch.float64))
 
 
 def leg(named: Iterable[tuple[str, Tensor]]) -> DataProto:
@@ -146,6 +148,7 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
     keep = ("actor_rollout_ref.rollout.free_cache_engine=false",)
     large = make_rollout(demo, "cuda", *keep)
     large.generate_sequences(prompts())
+    assert isinstance(large.engine, NativeEngine)
     cache = large.engine._cache
     assert cache is not None and cache.num_slots == 3
     slot_bytes = cache.shape.slot_bytes(cache.length)
@@ -157,7 +160,11 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
         part = f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization}"
         small = make_rollout(demo, "cuda", part, *keep)
         assert len(small.generate_sequences(prompts())) == 3
-        assert small.engine._cache is not None and small.engine._cache.num_slots == 1
+        assert (
+            isinstance(small.engine, NativeEngine)
+            and small.engine._cache is not None
+            and small.engine._cache.num_slots == 1
+        )
         with pytest.raises(RolepoolError, match=r"raise actor_rollout_ref\.rollout\.gpu_memory_utilization"):
             tiny = f"actor_rollout_ref.rollout.gpu_memory_utilization={held / (0.5 * total)}"
             make_rollout(demo, "cuda", tiny, *keep).generate_sequences(prompts())

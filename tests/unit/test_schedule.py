@@ -70,13 +70,18 @@ def test_every_operation_belongs_to_the_role_that_the_table_says() -> None:
 def test_operations_are_independent_if_neither_needs_the_other(
     words: str, one: str, other: str, independent: bool
 ) -> None:
-    assert scheduled(words).are_independent(one, other) == independent
+    assert scheduled(words).can_overlap(one, other) == independent
 
 
 def test_every_epoch_is_a_call_and_warm_up_steps_are_not_the_ones_looked_at() -> None:
     words = "critic.ppo_epochs=3 actor_rollout_ref.actor.ppo_epochs=2 trainer.critic_warmup=5"
     operations = [call.operation for call in scheduled(words).calls]
     assert (operations.count("update_critic"), operations.count("update_actor")) == (3, 2)
+
+
+def test_a_schedule_of_many_epochs_is_not_larger() -> None:
+    many, few = (scheduled(f"actor_rollout_ref.actor.ppo_epochs={epochs}") for epochs in (100_000, 3))
+    assert many == few
 
 
 # Under a placement

@@ -7,13 +7,10 @@ into the config. Functions are called with keyword arguments and must accept mor
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeVar
 
-from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Needs, check_name
+from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Needs, check_name, import_object
 from rolepool.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -39,20 +36,10 @@ class Registry:
 
     def find(self, name: str) -> Callable[..., Any]:
         """The function of this name. `module:function` is imported, also from the current folder."""
-        module, is_reference, attribute = name.partition(":")
-        if not is_reference:
+        if ":" not in name:
             return self._functions[check_name(self._known, name)]
-        if os.getcwd() not in sys.path:  # noqa: PTH109
-            sys.path.append(os.getcwd())  # noqa: PTH109
-        try:
-            function: Callable[..., Any] = getattr(import_module(module), attribute)
-            kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(
-                f"{self._key}={name}: cannot be imported ({reason}); write module:function, where the module is "
-                "installed or in the current folder"
-            ) from None
+        function: Callable[..., Any] = import_object(self._key, name)
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ConfigError(f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it")
         return function

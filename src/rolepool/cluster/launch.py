@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rolepool.cluster.calls import reason_of
 from rolepool.cluster.process import Whereabouts, WorkerProcess
+from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.pools import Slot
@@ -234,7 +235,7 @@ def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: s
 def _start(where: Any, *, num_cpus: int, num_gpus: float) -> Any:
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
     options = actor_class.options(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
-    return options.remote(str(Path.cwd()))
+    return options.remote(str(Path.cwd()), EXTENSIONS)
 
 
 def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:

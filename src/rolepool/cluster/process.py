@@ -32,6 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import Call, pack_reply, resolve_arguments, without_padding
 from rolepool.cluster.mps import MpsDaemon
+from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.inventory import detect_gpu_memory
@@ -64,11 +65,13 @@ class Whereabouts(NamedTuple):
 class WorkerProcess:
     """Started by `launch` on one slot. It runs one call at a time, in the order in which they were made."""
 
-    def __init__(self, folder: str) -> None:
-        """`folder` is the driver's working folder. Relative paths refer to it, not to the folder where Ray started."""
+    def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
+        """`folder` is the driver's working folder. Relative paths refer to it, not to the folder where Ray started.
+        `extensions` are the modules of the driver's `trainer.extensions`."""
         self._folder = folder
         with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
+        import_extensions(extensions)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, Any] = {}
         self._speaking: str | None = None

@@ -90,6 +90,8 @@ def _about_the_run(config: Config) -> Iterator[str]:
 def _about_placement(config: Config) -> Iterator[str]:
     """A key of another strategy would be ignored, so it is an error."""
     placement, split = config.placement, config.placement.split
+    if ":" in placement.strategy:  # a function of the user's own, which may use all keys
+        return
     written = split.model_dump(exclude_defaults=True)
     of_split = [f"placement.split.{name}={value}" for name, value in written.items()]
     of_pools = [f"placement.pools.{name}" for name in placement.pools]

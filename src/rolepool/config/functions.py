@@ -1,16 +1,23 @@
-"""Functions that a key chooses by name: which names there are, without importing the functions (they need torch).
+"""Functions and classes that a key names: which names there are, and importing those that users write.
 
-A key holds a registered name, or `module:function`. `rolepool.algorithm` adds the names that plugins register.
+A key holds a known name, or `module:name`. This module does not import rolepool's own functions, because they need
+torch; `rolepool.algorithm` adds the names that users register.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Annotated
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
+
+from rolepool.errors import ConfigError, one_line
 
 Needs = tuple[str, ...]
 """Arguments that a function must get. `values` need a critic, `reward_baselines` need greedy responses."""
@@ -24,16 +31,65 @@ ADV_ESTIMATORS: dict[str, Needs] = {
     "reinforce_plus_plus_baseline": ("index",),
 }
 POLICY_LOSSES: dict[str, Needs] = {"vanilla": ()}
+STRATEGY_NAMES: dict[str, Needs] = {"standard": (), "split": (), "custom": ()}
+ENGINE_NAMES: dict[str, Needs] = {"native": (), "vllm": ()}
+
+EXTENSIONS: list[str] = []
+"""The extensions that this process has imported. Worker processes import the same ones."""
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def check_name(known: Mapping[str, Needs], name: str) -> str:
-    """The name, if it is known or has the form `module:function`."""
+def check_name(known: Mapping[str, Needs], name: str, kind: str = "function") -> str:
+    """The name, if it is known or has the form `module:name`. `kind` says what the user's own may be."""
     if name not in known and not _REFERENCE.fullmatch(name):
-        raise ValueError(f"must be one of {', '.join(known)}, or a function of your own as module:function")
+        choices = f"one of {', '.join(known)}, or " if known else ""
+        raise ValueError(f"must be {choices}a {kind} of your own as module:{kind}")
     return name
 
 
 AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMATORS))]
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
+StrategyName = Annotated[str, AfterValidator(partial(check_name, STRATEGY_NAMES))]
+EngineName = Annotated[str, AfterValidator(partial(check_name, ENGINE_NAMES, kind="class"))]
+StepName = Annotated[str, AfterValidator(partial(check_name, {}))]
+
+
+def import_object(key: str, reference: str) -> Any:
+    """What `module:name` refers to, for a key of the config. The module may be in the current folder."""
+    module, _, name = reference.partition(":")
+    fix = "write module:name, where the module is installed or in the current folder"
+    imported = _import(f"{key}={reference}", module, fix)
+    try:
+        return getattr(imported, name)
+    except AttributeError as error:
+        raise ConfigError(f"{key}={reference}: cannot be imported (AttributeError: {error}); {fix}") from None
+
+
+def import_extensions(extensions: Iterable[str]) -> None:
+    """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
+    for extension in extensions:
+        module, setting = extension, f"trainer.extensions={extension}"
+        if extension.endswith(".py"):
+            path = Path(extension).expanduser().resolve()
+            _add_to_path(str(path.parent))
+            module = path.stem
+        imported = _import(setting, module, "name an installed module, a module in the current folder, or a .py file")
+        if extension.endswith(".py") and Path(imported.__file__) != path:
+            raise ConfigError(f"{setting}: {imported.__file__} has the same module name; rename your file")
+        if extension not in EXTENSIONS:
+            EXTENSIONS.append(extension)
+
+
+def _import(setting: str, module: str, fix: str) -> Any:
+    _add_to_path(os.getcwd())  # noqa: PTH109
+    try:
+        return import_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{setting}: cannot be imported ({reason}); {fix}") from None
+
+
+def _add_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rolepool.config.consistency import contradictions
+from rolepool.config.functions import import_extensions
 from rolepool.config.schema import Config, Key, all_keys, all_sections
 from rolepool.errors import ConfigError, explained, one_line
 
@@ -32,7 +33,6 @@ UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, Att
 NOT_IMPLEMENTED: dict[str, Any] = {
     "actor_rollout_ref.model.lora_rank": 0,
     "actor_rollout_ref.model.lora_alpha": 16,
-    "actor_rollout_ref.rollout.name": "native",
 }
 """Keys that training does not implement yet, with the one value that works."""
 
@@ -68,8 +68,13 @@ class LoadedConfig:
     def check_implemented(self) -> None:
         """Raise ConfigError if a key has a value that training does not implement."""
         wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
-        if wrong:
-            raise ConfigError(f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items())
+        problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
+        if self.config.actor_rollout_ref.rollout.name == "vllm":
+            problems.append(
+                "actor_rollout_ref.rollout.name=vllm: not implemented yet; use native, or your own module:class"
+            )
+        if problems:
+            raise ConfigError(problems)
 
     def explain(self, path: str) -> str:
         """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
@@ -93,6 +98,10 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
     """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems."""
     problems: list[str] = []
     leaves: dict[str, Any] = {}
+    overrides = list(overrides)
+    extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
+    for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
+        _import_extensions(_parse_override(text))
     sources = [(_read_file, file) for file in files] + [(_parse_override, override) for override in overrides]
     for read, source in sources:
         try:
@@ -100,6 +109,8 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
         except ConfigError as error:
             problems.extend(error.problems)
             continue
+        if not extensions:
+            _import_extensions(tree)
         for path, value in _flatten(tree):
             if (problem := _problem_with(path, value)) is not None:
                 problems.append(problem)
@@ -138,6 +149,15 @@ def unknown_key(path: str) -> str:
 
 
 # Reading files and overrides
+
+
+def _import_extensions(tree: dict[str, Any]) -> None:
+    """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys."""
+    trainer = tree.get("trainer")
+    names = trainer.get("extensions") if isinstance(trainer, dict) else ()
+    names = [names] if isinstance(names, str) else names
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        import_extensions(names)
 
 
 def _read_file(file: str) -> dict[str, Any]:
@@ -218,17 +238,17 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
 
 
 @lru_cache(maxsize=1)
-def _defaults() -> DictConfig:
+def _defaults(paths: tuple[str, ...]) -> DictConfig:
     """The default of every key; a default that follows another key is a `${...}`."""
     tree = OmegaConf.create()
-    for key in all_keys().values():
+    for key in (all_keys()[path] for path in paths):
         OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
     return tree
 
 
 def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
     """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved."""
-    tree, broken = copy.deepcopy(_defaults()), set[str]()
+    tree, broken = copy.deepcopy(_defaults(tuple(all_keys()))), set[str]()
     for path, value in leaves.items():
         OmegaConf.update(tree, path, value, merge=False)
     references = {path: value for path, value in leaves.items() if "${" in str(value)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
-from rolepool.config.functions import PolicyLossName
+from rolepool.config.functions import EngineName, PolicyLossName
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -132,8 +132,8 @@ class ValKwargs(Section):
 
 
 class RolloutConfig(Section):
-    name: Literal["native", "vllm"] = "native"
-    """Rollout engine."""
+    name: EngineName = "native"
+    """Rollout engine: native, or a class of your own as module:class (docs/extending.md); vllm does not work yet."""
     n: Count = 1
     """Number of responses to each prompt."""
     temperature: NonNegative = 1.0

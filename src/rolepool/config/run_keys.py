@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from rolepool.config.base import Count, CountOrMinusOne, CountOrZero, Items, NonNegative, Positive, Ratio, Section
-from rolepool.config.functions import AdvEstimatorName
+from rolepool.config.functions import AdvEstimatorName, StepName, StrategyName
 from rolepool.config.model_keys import KlEstimator
 
 MAX_NODES = 65_536
@@ -123,6 +123,11 @@ class TrainerConfig(Section):
     """Train on GPUs (cuda), on CPU processes (cpu), or on GPUs if there are any (auto)."""
     seed: CountOrZero = 1
     """Random seed for weights, shuffling and sampling."""
+    extensions: Items[str] = ()
+    """Modules (or .py files) to import before the config is checked and in every worker process (docs/extending.md)."""
+    step: StepName | None = None
+    """A step function of your own as module:function (docs/extending.md); null uses the step that
+    algorithm.adv_estimator needs."""
 
 
 class SplitConfig(Section):
@@ -170,6 +175,11 @@ def _without_removed(pools: Any) -> Any:
 
 
 class RolePoolsConfig(Section):
+    """The pool of each role. Added roles are here, too; the loader accepts only names of roles."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, str | None]
+
     actor_rollout: str | None = None
     """Pool of actor and rollout together."""
     actor: str | None = None
@@ -185,9 +195,9 @@ class RolePoolsConfig(Section):
 
 
 class PlacementConfig(Section):
-    strategy: Literal["standard", "split", "custom"] = "standard"
-    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), or the pools of
-    placement.pools and placement.roles (custom)."""
+    strategy: StrategyName = "standard"
+    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
+    placement.pools and placement.roles (custom), or a function of your own as module:function (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""

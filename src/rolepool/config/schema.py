@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from rolepool.config.base import MAX_COUNT, Section
@@ -25,6 +25,21 @@ from rolepool.config.run_keys import (
     TrainerConfig,
 )
 
+ROLE_SETTINGS: dict[str, type[Section] | None] = {}
+"""The keys of each added role. `rolepool.placement.roles.register_role` adds them."""
+
+
+class AddedRolesConfig(Section):
+    """A section for each added role."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _validate_each(cls, sections: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: (ROLE_SETTINGS[name], ...) for name in sections}
+        return dict(create_model("AddedRoles", **fields).model_validate(sections))
+
 
 class Config(Section):
     """All keys, resolved and checked. `rolepool.config.load_config` creates it."""
@@ -38,6 +53,7 @@ class Config(Section):
     trainer: TrainerConfig
     placement: PlacementConfig
     ray_kwargs: RayKwargsConfig
+    roles: AddedRolesConfig = Field(default_factory=AddedRolesConfig)
 
     @property
     def uses_critic(self) -> bool:
@@ -84,16 +100,29 @@ class Key:
         return self.field.annotation in (str, str | None)
 
 
+def add_role_keys(role: str, settings: type[Section] | None) -> None:
+    """Add the keys of a role that is not built in: `placement.roles.ROLE`, and its settings as `roles.ROLE.*`."""
+    ROLE_SETTINGS[role] = settings
+    all_keys.cache_clear()
+    all_sections.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def all_keys() -> dict[str, Key]:
-    """Every leaf by its dotted path, in the order of the schema."""
-    return {key.path: key for key in _walk(Config, "")}
+    """Every leaf by its dotted path, in the order of the schema; keys of added roles come last."""
+    keys = [*_walk(Config, "")]
+    for role, settings in ROLE_SETTINGS.items():
+        pool = FieldInfo(annotation=str | None, default=None, description=f"Pool of {role}.")
+        keys.append(Key(f"placement.roles.{role}", pool))
+        keys.extend(_walk(settings, f"roles.{role}.") if settings is not None else ())
+    return {key.path: key for key in keys}
 
 
 @lru_cache(maxsize=1)
 def all_sections() -> frozenset[str]:
-    """Dotted paths of all sections."""
-    return frozenset(path.rsplit(".", depth)[0] for path in all_keys() for depth in range(1, path.count(".") + 1))
+    """Dotted paths of all sections. `roles` is one even if no role was added."""
+    paths = [*all_keys(), "roles.NAME"]
+    return frozenset(path.rsplit(".", depth)[0] for path in paths for depth in range(1, path.count(".") + 1))
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:

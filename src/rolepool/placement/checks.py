@@ -13,6 +13,7 @@ from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.consistency import divisor_near
+from rolepool.config.functions import import_object
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.placement.models import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
 from rolepool.placement.plan import Plan
@@ -128,6 +129,8 @@ def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     if keys.name != "native":
+        if ":" in keys.name:
+            import_object("actor_rollout_ref.rollout.name", keys.name)
         return
     with suppress(ValueError):  # models that are not on disk yet
         content = read_model_file(model.path, model.override_config)

@@ -14,7 +14,7 @@ from rolepool.config import Config
 from rolepool.errors import PlacementError
 from rolepool.placement.pools import ResourcePool, ResourcePoolManager, take_slots
 from rolepool.placement.roles import Role, home_of, needed_roles
-from rolepool.placement.strategies import STRATEGIES
+from rolepool.placement.strategies import divide
 
 
 class Plan(BaseModel):
@@ -49,7 +49,7 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
-    manager = STRATEGIES[config.placement.strategy](config, inventory if take_all else wanted)
+    manager = divide(config, inventory if take_all else wanted)
     plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
     return plan.model_copy(update={"unused_roles": needed_roles(config)[1]})
 

@@ -1,54 +1,70 @@
 """The roles: models with a job.
 
-Owns their names, the table of what each role is (its model, its operations and the keys that bound them), and finding
-the pool of a role. The classes that do the work are in `rolepool.roles`.
+Owns their names, the table of what each role is (its class, its model, its operations and the keys that limit them),
+and finding the pool of a role. `register_role` adds a role of your own (docs/extending.md). The built-in classes are in
+`rolepool.roles`; this module imports none of them, so it needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any, ClassVar
+
+from pydantic_core import CoreSchema, core_schema
 
 from rolepool.config import Config
-from rolepool.errors import PlacementError
+from rolepool.config.base import Section
+from rolepool.config.schema import add_role_keys
+from rolepool.errors import ConfigError, PlacementError
 
 
-class Role(StrEnum):
-    """A model with a job. `ActorRollout` is short for actor and rollout in one place."""
+class Role(str):
+    """The name of a role. The attributes are the built-in names. `ActorRollout` means actor and rollout in one pool."""
 
-    Actor = "actor"
-    Rollout = "rollout"
-    RefPolicy = "ref"
-    Critic = "critic"
-    RewardModel = "reward_model"
-    ActorRollout = "actor_rollout"
+    __slots__ = ()
+
+    Actor: ClassVar[Role]
+    Rollout: ClassVar[Role]
+    RefPolicy: ClassVar[Role]
+    Critic: ClassVar[Role]
+    RewardModel: ClassVar[Role]
+    ActorRollout: ClassVar[Role]
 
     @property
     def parts(self) -> tuple[Role, ...]:
-        """The single roles this name stands for."""
-        return (Role.Actor, Role.Rollout) if self is Role.ActorRollout else (self,)
+        """The single roles that this name stands for."""
+        return (Role.Actor, Role.Rollout) if self == Role.ActorRollout else (self,)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+
+
+Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role("ref")
+Role.Critic, Role.RewardModel, Role.ActorRollout = Role("critic"), Role("reward_model"), Role("actor_rollout")
 
 
 @dataclass(frozen=True)
 class MicroBatchKeys:
-    """The keys that bound one micro-batch of an operation."""
+    """The keys that limit one micro-batch of an operation."""
 
     rows: str
     """A number of sequences, or null."""
     tokens: str
-    """A number of tokens, in force if `by_tokens` is true."""
+    """A number of tokens, used if `by_tokens` is true."""
     by_tokens: str
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that happens once in a step (or around it), under one name in timings, spans, plots and legends."""
+    """A kind of work in a step (or around it), under one name in timings, spans, plots and legends."""
 
     name: str
-    color: str
     method: str = ""
     """The method of the role's worker class that does it; empty for work of the driver."""
+    color: str = ""
+    """The colour in plots; an operation without one gets the next free colour."""
     micro_batch: MicroBatchKeys | None = None
     """None if the operation does not run in micro-batches."""
     trains: bool = False
@@ -58,15 +74,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a role is, as far as no process is needed to say it."""
+    """What a role is, as far as it can be said without starting a process."""
 
+    name: str
+    worker: str
+    """Its worker class as `module:Class`. It is imported when roles are built, and called with a `Config` and a
+    `rolepool.roles.model_role.Setup`."""
     section: str
-    """The keys of its own work, such as the mini-batch size of a role that is trained."""
+    """The section with the keys of its own work, such as the mini-batch size of a role that is trained."""
     model: str
-    """The section that names its model."""
+    """The section that names its model, in the key `path`."""
     operations: tuple[Operation, ...]
+    settings: type[Section] | None = None
+    """The keys of an added role, which become `roles.NAME.*`; None if it has none."""
     why_unused: Callable[[Config], str | None] = lambda config: None
-    """Why a run with this config does not need the role; None if it does."""
+    """Why a run with this config does not need the role; None if it needs it."""
+    rule_worker: str | None = None
+    """The class that does the role's first operation on CPU processes if the role is not used; None if nobody does."""
     fsdp: str | None = None
     """The section that says what is sharded and offloaded."""
     tensor_parallel: str | None = None
@@ -77,7 +101,9 @@ class RoleSpec:
     """The key that decides most about the memory of a role without micro-batches."""
     has_scalar_head: bool = False
     can_pack: bool = True
-    """Whether `use_remove_padding` of its model is in force."""
+    """Whether `use_remove_padding` of its model is used."""
+    checkpoints_to_keep: str | None = None
+    """The key for the number of newest checkpoints to keep; None keeps all."""
 
     @property
     def is_trained(self) -> bool:
@@ -91,6 +117,8 @@ class RoleSpec:
 
 _ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
+_CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
 
 
 def _needs_no_reference(config: Config) -> str | None:
@@ -105,48 +133,48 @@ def _needs_no_reward_model(config: Config) -> str | None:
     return None if config.reward_model.enable else "the reward is a rule (reward_model.enable=false)"
 
 
-ROLE_SPECS: dict[Role, RoleSpec] = {
-    Role.Actor: RoleSpec(
+_SPECS = (
+    RoleSpec(
+        name=Role.Actor,
+        worker="rolepool.roles.actor:Actor",
         section=_ACTOR,
         model=_POLICY,
         fsdp=f"{_ACTOR}.fsdp_config",
+        checkpoints_to_keep="trainer.max_actor_ckpt_to_keep",
         operations=(
             Operation(
                 "old_log_prob",
-                color="#56B4E9",
                 method="compute_log_prob",
-                micro_batch=MicroBatchKeys(
-                    rows=f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-                    tokens=f"{_ACTOR}.ppo_max_token_len_per_gpu",
-                    by_tokens=f"{_ACTOR}.use_dynamic_bsz",
-                ),
+                color="#56B4E9",
+                micro_batch=MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
             ),
             Operation(
                 "update_actor",
-                color="#0072B2",
                 method="update_actor",
-                micro_batch=MicroBatchKeys(
-                    rows=f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-                    tokens=f"{_ACTOR}.ppo_max_token_len_per_gpu",
-                    by_tokens=f"{_ACTOR}.use_dynamic_bsz",
-                ),
+                color="#0072B2",
+                micro_batch=MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
                 trains=True,
                 is_per_token=True,
             ),
         ),
     ),
-    Role.Rollout: RoleSpec(
+    # After the actor, because it shares the actor's weights if both are in one process.
+    RoleSpec(
+        name=Role.Rollout,
+        worker="rolepool.roles.rollout:Rollout",
         section=_ROLLOUT,
         model=_POLICY,
         tensor_parallel=f"{_ROLLOUT}.tensor_model_parallel_size",
         memory_key=f"{_ROLLOUT}.gpu_memory_utilization",
         operations=(
-            Operation("gen", color="#009E73", method="generate_sequences", is_per_token=True),
-            Operation("baseline", color="#80CEB9", method="generate_sequences"),
-            Operation("update_weights", color="#8C8C8C", method="take_weights"),
+            Operation("gen", method="generate_sequences", color="#009E73", is_per_token=True),
+            Operation("baseline", method="generate_sequences", color="#80CEB9"),
+            Operation("update_weights", method="take_weights", color="#8C8C8C"),
         ),
     ),
-    Role.RefPolicy: RoleSpec(
+    RoleSpec(
+        name=Role.RefPolicy,
+        worker="rolepool.roles.ref:Reference",
         section=_REF,
         model=_POLICY,
         why_unused=_needs_no_reference,
@@ -154,8 +182,8 @@ ROLE_SPECS: dict[Role, RoleSpec] = {
         operations=(
             Operation(
                 "ref",
-                color="#CC79A7",
                 method="compute_ref_log_prob",
+                color="#CC79A7",
                 micro_batch=MicroBatchKeys(
                     rows=f"{_REF}.log_prob_micro_batch_size_per_gpu",
                     tokens=f"{_REF}.log_prob_max_token_len_per_gpu",
@@ -165,39 +193,37 @@ ROLE_SPECS: dict[Role, RoleSpec] = {
             ),
         ),
     ),
-    Role.Critic: RoleSpec(
+    RoleSpec(
+        name=Role.Critic,
+        worker="rolepool.roles.critic:Critic",
         section="critic",
         model="critic.model",
         why_unused=_needs_no_critic,
         fsdp="critic.model.fsdp_config",
         has_scalar_head=True,
+        checkpoints_to_keep="trainer.max_critic_ckpt_to_keep",
         operations=(
             Operation(
                 "values",
-                color="#E69F00",
                 method="compute_values",
-                micro_batch=MicroBatchKeys(
-                    rows="critic.forward_micro_batch_size_per_gpu",
-                    tokens="critic.ppo_max_token_len_per_gpu",
-                    by_tokens="critic.use_dynamic_bsz",
-                ),
+                color="#E69F00",
+                micro_batch=MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
                 is_per_token=True,
             ),
             Operation(
                 "update_critic",
-                color="#D55E00",
                 method="update_critic",
-                micro_batch=MicroBatchKeys(
-                    rows="critic.ppo_micro_batch_size_per_gpu",
-                    tokens="critic.ppo_max_token_len_per_gpu",
-                    by_tokens="critic.use_dynamic_bsz",
-                ),
+                color="#D55E00",
+                micro_batch=MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
                 trains=True,
                 is_per_token=True,
             ),
         ),
     ),
-    Role.RewardModel: RoleSpec(
+    RoleSpec(
+        name=Role.RewardModel,
+        worker="rolepool.roles.reward_model:RewardModel",
+        rule_worker="rolepool.roles.rule_reward:RuleReward",
         section="reward_model",
         model="reward_model.model",
         why_unused=_needs_no_reward_model,
@@ -207,8 +233,8 @@ ROLE_SPECS: dict[Role, RoleSpec] = {
         operations=(
             Operation(
                 "reward",
-                color="#F0E442",
                 method="compute_scores",
+                color="#F0E442",
                 micro_batch=MicroBatchKeys(
                     rows="reward_model.micro_batch_size_per_gpu",
                     tokens="critic.ppo_max_token_len_per_gpu",
@@ -217,7 +243,8 @@ ROLE_SPECS: dict[Role, RoleSpec] = {
             ),
         ),
     ),
-}
+)
+ROLE_SPECS: dict[Role, RoleSpec] = {Role(spec.name): spec for spec in _SPECS}
 
 DRIVER_OPERATIONS = (
     Operation("adv", color="#595959", is_per_token=True),
@@ -229,11 +256,23 @@ _STEP_ORDER = ("gen", "baseline", "reward", "values", "old_log_prob", "ref", "ad
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in sorted(
-        (*(one for spec in ROLE_SPECS.values() for one in spec.operations), *DRIVER_OPERATIONS),
+        (*(one for spec in _SPECS for one in spec.operations), *DRIVER_OPERATIONS),
         key=lambda operation: _STEP_ORDER.index(operation.name) if operation.name in _STEP_ORDER else len(_STEP_ORDER),
     )
 }
-"""By name, in the order of a step, which is also the order of legends. A test compares it with the step itself."""
+"""By name, in the order of a step, which is also the order of legends. A test compares it with the step itself.
+Operations of added roles come last."""
+
+
+def register_role(spec: RoleSpec) -> None:
+    """Add a role: all that is derived from the table then works for it, and its keys are `roles.NAME.*`."""
+    taken = {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}
+    for name in dict.fromkeys([spec.name, *(operation.name for operation in spec.operations)]):
+        if name in taken:
+            raise ConfigError(f"register_role: the name {name} is already used; choose another name")
+    add_role_keys(spec.name, spec.settings)
+    ROLE_SPECS[Role(spec.name)] = spec
+    OPERATIONS.update({operation.name: operation for operation in spec.operations})
 
 
 def trained_roles() -> list[Role]:
@@ -248,9 +287,9 @@ def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:
-    """The name of a role's pool; of `actor_rollout`, where both parts live together."""
+    """The name of a role's pool. `actor_rollout` has one if both of its roles are in the same pool."""
     names = {roles.get(part) for part in Role(role).parts}
     name = names.pop()
     if names or name is None:
-        raise PlacementError(f"role {Role(role)} has no pool of its own; placed are {', '.join(roles)}")
+        raise PlacementError(f"role {role} has no pool of its own; the roles with a pool are {', '.join(roles)}")
     return name

@@ -1,6 +1,7 @@
-"""The strategies: from the config and the GPUs to divide, to pools and roles.
+"""The strategies: functions from the config and the GPUs of each node to pools, and to the pool of each role.
 
-Owns the three of them, one small function each. Nothing outside this module asks which one was chosen.
+Owns the built-in strategies, one small function each, and finding the one that the config names. Nothing outside this
+module asks which one was chosen.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rolepool.config import Config
+from rolepool.config.functions import import_object
 from rolepool.errors import PlacementError
 from rolepool.placement.pools import ResourcePoolManager
-from rolepool.placement.roles import Role, needed_roles
+from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
 GpusPerNode = Sequence[int]
 
@@ -28,12 +30,13 @@ def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
 
 
 def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
-    """Actor, rollout and reference in one pool; critic and reward model in another."""
-    needed, left_out = needed_roles(config)
-    if Role.Critic not in needed and Role.RewardModel not in needed:
+    """Critic, reward model and added roles like them in one pool, all other roles in another."""
+    needed, unused = needed_roles(config)
+    if not any(ROLE_SPECS[role].has_scalar_head for role in needed):
+        reasons = " and ".join(reason for role, reason in unused.items() if ROLE_SPECS[role].has_scalar_head)
         raise PlacementError(
-            f"placement.strategy=split: nothing would live in {CRITIC_POOL}, for {left_out[Role.Critic]} and "
-            f"{left_out[Role.RewardModel]}; use placement.strategy=standard"
+            f"placement.strategy=split: no role would be in {CRITIC_POOL} because {reasons}; "
+            "use placement.strategy=standard"
         )
     share = config.placement.split.share
     actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
@@ -41,14 +44,14 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         ACTOR_POOL: {"per_node": actor, "share": share or 1.0},
         CRITIC_POOL: {"per_node": critic, "share": share or 1.0},
     }
-    in_critic_pool = (Role.Critic, Role.RewardModel)
-    return ResourcePoolManager(pools, {role: CRITIC_POOL if role in in_critic_pool else ACTOR_POOL for role in needed})
+    roles = {role: CRITIC_POOL if ROLE_SPECS[role].has_scalar_head else ACTOR_POOL for role in needed}
+    return ResourcePoolManager(pools, roles)
 
 
 def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
-    """Pools and roles as the user wrote them. Roles that the algorithm does not need are left out."""
+    """Pools and roles as the user wrote them. Roles that the run does not need are skipped."""
     placement = config.placement
-    needed, left_out = needed_roles(config)
+    needed, unused = needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
     if not placement.pools:
         raise PlacementError(
@@ -61,16 +64,16 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         for role in needed
         if role not in everything.roles
     ]
-    lived_in = {pool for role, pool in everything.roles.items() if role in needed}
-    for name in [name for name in specs if name not in lived_in]:
-        unused = [f"{role} ({left_out[role]})" for role, pool in everything.roles.items() if pool == name]
-        why = f"its roles are left out: {', '.join(unused)}" if unused else "no role lives in it"
+    roles = {role: pool for role, pool in everything.roles.items() if role in needed}
+    for name in [name for name in specs if name not in roles.values()]:
+        skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]
+        why = f"its roles are not used: {', '.join(skipped)}" if skipped else "it has no role"
         problems.append(
             f"placement.pools.{name}={list(placement.pools[name].per_node)}: {why}; give it a role or remove it"
         )
     if problems:
         raise PlacementError(problems)
-    return ResourcePoolManager(specs, {role: pool for role, pool in everything.roles.items() if role in needed})
+    return ResourcePoolManager(specs, roles)
 
 
 STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
@@ -80,8 +83,22 @@ STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
 }
 
 
+def divide(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+    """The pools of the strategy that the config names, with every role that the run needs."""
+    name = config.placement.strategy
+    strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
+    pools: ResourcePoolManager = strategy(config, gpus_per_node)
+    needed, _ = needed_roles(config)
+    if set(pools.roles) != set(needed):
+        raise PlacementError(
+            f"placement.strategy={name}: gives a pool to {', '.join(pools.roles)}, but the run needs "
+            f"{', '.join(needed)}; return a pool for these roles, and for no others"
+        )
+    return pools
+
+
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
-    """The actor's and the critic's GPUs per node."""
+    """The GPUs per node of the actor's pool, and those of the critic's."""
     wish = config.placement.split
     if sum(gpus_per_node) < 2:
         raise PlacementError(

@@ -235,9 +235,11 @@ def _memory(run: Run) -> Iterator[Finding]:
             continue
         # The key that decides most about a pool's memory: the micro-batch size of a role that is trained, or else of
         # one that computes log-probs or scores, or else the key of the rollout.
-        specs = [ROLE_SPECS[role] for role in pool.roles]
-        spec = min(specs, key=lambda spec: (not spec.is_trained, not spec.batched))
-        key = spec.batched[-1][1].rows if spec.batched else spec.memory_key
+        known = [ROLE_SPECS[role] for role in pool.roles if role in ROLE_SPECS]  # others are of the run's extensions
+        spec = min(known, key=lambda spec: (not spec.is_trained, not spec.batched), default=None)
+        key = "placement.roles"
+        if spec is not None:
+            key = spec.batched[-1][1].rows if spec.batched else spec.memory_key
         text = f"{name} used at most {used:.1f} of {total:.1f} GiB of a GPU ({left:.0%} was free): "
         risk, room = "a longer batch may not fit; use smaller micro-batches.", "larger micro-batches would be faster."
         text += risk if left < LITTLE_MEMORY_LEFT else room

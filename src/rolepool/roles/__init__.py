@@ -1,1 +1,1 @@
-"""Roles: one class, one file each. What they compute with is in `models` and `algorithm`; who calls them, elsewhere."""
+"""The built-in roles, one class per file. They compute with `models` and `algorithm`; `trainer` calls them."""

@@ -1,45 +1,40 @@
-"""The actor: the policy in training. Log-probs of rollouts, PPO updates, and its weights for whoever generates."""
+"""The actor: the policy that is trained. Computes log-probs of rollouts, updates, and exports its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import LossCounts, agg_loss, compute_policy_loss_vanilla, masked_kl_penalty
+from rolepool.algorithm.losses import LossCounts, agg_loss, masked_kl_penalty
 from rolepool.config import Config
+from rolepool.config.model_keys import ActorConfig
 from rolepool.models.packing import TokenRows, TokenScores, response_log_probs
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import TOKENS
-from rolepool.roles.model_role import MicroBatches, load_policy_of, offloads
-from rolepool.roles.trained import TrainedRole
+from rolepool.roles.model_role import Setup, TrainedRole
 
 
 class Actor(TrainedRole):
-    def __init__(
-        self,
-        config: Config,
-        num_training_steps: int,
-        dtype: torch.dtype = torch.float32,
-        micro_batches: MicroBatches | None = None,
-        policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla,
-    ) -> None:
-        models = config.actor_rollout_ref
-        self.policy_loss = policy_loss
-        super().__init__(config, Role.Actor, micro_batches, models.actor, "actor_rollout_ref.model", models.model)
-        self.temperature = models.rollout.temperature
-        model = load_policy_of(config, dtype, packed=self.packed)
-        self.train(model, models.actor.fsdp_config, num_training_steps)
+    role = Role.Actor
+    keys: ActorConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        self.policy_loss = setup.policy_loss
+        self.temperature = config.actor_rollout_ref.rollout.temperature
+        model = self.load_policy(setup.dtype, packed=self.packed)
+        self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs of the response tokens and the sum of each row's entropies, under the weights as they are."""
+        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
         with self.trained.on_device(training=False) as model, torch.no_grad():
             model.eval()
-            return self.in_passes("compute_log_prob", data, self._score)
+            return self.in_micro_batches("compute_log_prob", data, self._score)
 
     def _score(self, rows: TokenRows) -> dict[str, Tensor]:
         scores = self._log_probs(rows)
@@ -55,13 +50,14 @@ class Actor(TrainedRole):
         reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
-        metrics, keys = self.update(data, ends_step), self.config.actor_rollout_ref.actor
-        return {**metrics, "actor/kl_coef": keys.kl_loss_coef} if keys.use_kl_loss else metrics
+        """One epoch of updates."""
+        metrics = self.update(data, ends_step)
+        return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
 
     def loss_of(
         self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, mask = self.config.actor_rollout_ref.actor, columns["response_mask"]
+        keys, mask = self.keys, columns["response_mask"]
         mode = keys.loss_agg_mode
         scores = self._log_probs(rows)
         log_probs = rows.pad(scores.log_probs)
@@ -89,10 +85,6 @@ class Actor(TrainedRole):
             metrics["kl_loss"] = kl_loss.detach()
         return loss, metrics
 
-    def less_memory_at_rest(self) -> list[str]:
-        fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-        return offloads("actor_rollout_ref.actor.fsdp_config", fsdp, self.device)
-
     # Weights for a rollout in another pool
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -105,8 +97,8 @@ class Actor(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, names: list[str]) -> DataProto:
-        """Some weights, whole, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a batch of one row. The
-        other ranks take part in gathering the weights, but copy nothing to host memory and return an empty batch."""
+        """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a
+        batch of one row. The other ranks only take part in gathering: they copy nothing and return an empty batch."""
         dtype = None if self.device == "cpu" else torch.bfloat16
         rows: dict[str, Tensor] = {}
         with self.trained.on_device(training=False) as model:

@@ -1,80 +1,258 @@
-"""What roles with a model have in common: rows that go through it in passes, and what to change when memory runs out.
+"""What roles with a model have in common: micro-batches, training, checkpoints, and what to change if memory runs out.
 
-Owns the order of such changes: what the role itself can do, what roles of its process can put away, another division
-of the GPUs.
+A role is a subclass that sets `role`, loads its model and computes. What it is and which keys it has are in its row of
+`rolepool.placement.roles`. Owns the order of changes that save memory: what the role itself can do, what the other
+roles of its process can move to host memory, another division of the GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla
 from rolepool.config import Config
+from rolepool.config.consistency import divisor_near
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
+from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
-from rolepool.models.packing import TokenRows
-from rolepool.placement import Role
+from rolepool.models.micro_batches import balanced, by_rows, num_passes
+from rolepool.models.packing import TokenRows, on_device
+from rolepool.models.sharding import max_over_ranks, sum_over_ranks
+from rolepool.models.training import TrainedModel, model_utilization
 from rolepool.placement.advice import roomier_divisions
-from rolepool.placement.estimate import MicroBatch, default_micro_batches
-from rolepool.placement.roles import ROLE_SPECS
-from rolepool.protocol import DataProto, Worker
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, lengths_of
-from rolepool.roles.passes import Passes
+from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
+from rolepool.placement.models import ModelShape, ShapeUnknown
+from rolepool.placement.roles import ROLE_SPECS, Role
+from rolepool.protocol import IS_PADDING_KEY, DataProto, Dispatch, Worker, register
+from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
 
-MicroBatches = Mapping[str, MicroBatch]
-"""By the name of an operation."""
+
+@dataclass(frozen=True)
+class Setup:
+    """What a role is told when it is built, in addition to the config."""
+
+    num_training_steps: int = 0
+    dtype: torch.dtype = torch.float32
+    micro_batches: Mapping[str, MicroBatch] | None = None
+    """The plan's micro-batches, by the name of the operation; None uses those that the keys set."""
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla
+
+
+@dataclass
+class MicroBatches:
+    """The micro-batches of one operation, and how rows were last split."""
+
+    size: MicroBatch
+    device: str
+    packed: bool
+    width: int
+    """The tokens of the longest row that the config allows."""
+    further: Sequence[str] = ()
+    """Other overrides with which micro-batches take less memory."""
+    _num_rows: int = 0
+    _most_rows: int = 0
+
+    def split(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The rows of each micro-batch, for rows of these lengths. Every rank has the same number of micro-batches."""
+        if self.size.rows is not None:  # all ranks have as many rows, padding included
+            rows = by_rows(len(lengths), self.size.rows)
+        else:
+            counted = lengths if self.packed else [max(lengths)] * len(lengths)
+            rows = balanced(counted, max_over_ranks(num_passes(counted, self.size.tokens), self.device))
+        self._num_rows, self._most_rows = len(lengths), max(map(len, rows), default=0)
+        return rows
+
+    def smaller(self) -> list[str]:
+        """The override with which micro-batches are half as large, if they can be smaller, and others."""
+        keys, most_rows = self.size.keys, self._most_rows or self.size.rows or 1
+        if self.size.rows is None and not self.size.is_chosen:
+            tokens = max(self.size.tokens // 2, self.width)
+            half = [f"{keys.tokens}={tokens}"] if tokens < self.size.tokens else []
+        else:
+            half = [f"{keys.rows}={divisor_near(self._num_rows, most_rows // 2)}"] if most_rows > 1 else []
+        return [*half, *self.further]
 
 
 class ModelRole(Worker):
-    def __init__(self, config: Config, role: Role, micro_batches: MicroBatches | None, *, packed: bool) -> None:
-        """`micro_batches` are the plan's; a role that runs without a plan has those that its keys set."""
-        self.config = config
-        self.packed = packed
-        sizes = default_micro_batches(config, role) if micro_batches is None else micro_batches
-        width = config.data.max_prompt_length + config.data.max_response_length
-        self.passes = {
-            operation.method: Passes(sizes[operation.name], self.device, packed, width)
-            for operation, _ in ROLE_SPECS[role].batched
-        }
+    """A role with a model. `self.keys` is its section of the config."""
 
-    def in_passes(
+    role: ClassVar[Role]
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        self.config, self.spec = config, ROLE_SPECS[self.role]
+        self.keys: Any = config.at(self.spec.section)
+        self.packed: bool = self.spec.can_pack and config.at(self.spec.model).use_remove_padding
+        sizes = default_micro_batches(config, self.role) if setup.micro_batches is None else setup.micro_batches
+        width = config.data.max_prompt_length + config.data.max_response_length
+        self.micro_batches = {
+            operation.method: MicroBatches(sizes[operation.name], self.device, self.packed, width)
+            for operation, _ in self.spec.batched
+        }
+        self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
+        """The dtype of weights that are not trained."""
+
+    def in_micro_batches(
         self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
     ) -> DataProto:
         """The columns that are computed from the tokens of micro-batches, in the order of rows and in host memory."""
         tokens = data.select(list(TOKENS), [], [])
-        passes = self.passes[method].cut(lengths_of(data.batch[INPUT_IDS]).tolist())
-        parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in passes]
-        computed = DataProto.concat(parts).to("cpu")  # only now, so that passes do not wait for each other's results
-        computed.reorder(np.argsort([row for rows in passes for row in rows]))
+        split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
+        parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in split]
+        computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
+        computed.reorder(np.argsort([row for rows in split for row in rows]))
         return computed
 
+    def load_policy(self, dtype: torch.dtype, *, packed: bool) -> nn.Module:
+        """The policy that actor, reference and rollout start from."""
+        keys = self.config.actor_rollout_ref.model
+        overrides, trusted = dict(keys.override_config), keys.trust_remote_code
+        return load_policy(keys.path, dtype=dtype, trust_remote_code=trusted, overrides=overrides, packed=packed)
+
+    def smaller(self, method: str) -> list[str]:
+        """Overrides with which the role itself takes less memory in this method."""
+        return self.micro_batches[method].smaller() if method in self.micro_batches else []
+
     def less_memory(self, method: str) -> list[str]:
-        own = self.passes[method].smaller() if method in self.passes else []
-        return remedies(self, self.config, own)
+        others = [other for other in self.siblings.values() if other is not self]
+        at_rest = [override for other in others for override in other.less_memory_at_rest()]
+        return [*self.smaller(method), *at_rest, *roomier_divisions(self.config, self.role)]
 
-
-def load_policy_of(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-    """The policy that actor, reference and rollout start from."""
-    keys = config.actor_rollout_ref.model
-    overrides = dict(keys.override_config)
-    return load_policy(
-        keys.path, dtype=dtype, trust_remote_code=keys.trust_remote_code, overrides=overrides, packed=packed
-    )
-
-
-def remedies(worker: Worker, config: Config, own: Iterable[str]) -> list[str]:
-    """All that may help a role, given what it can do itself."""
-    others = [other for other in worker.siblings.values() if other is not worker]
-    at_rest = [override for other in others for override in other.less_memory_at_rest()]
-    return [*own, *at_rest, *roomier_divisions(config, Role(worker.context.role))]
+    def less_memory_at_rest(self) -> list[str]:
+        section = self.spec.fsdp
+        return [] if section is None else offloads(section, self.config.at(section), self.device)
 
 
 def offloads(section: str, fsdp: FsdpConfig | RefFsdpConfig, device: str) -> list[str]:
-    """What of a model could still go to host memory between uses, the larger first; on a CPU everything is there."""
+    """What could still be kept in host memory while the role is idle, the larger part first; nothing on a CPU."""
     away = {"param_offload": fsdp.param_offload}
     if isinstance(fsdp, FsdpConfig):
         away = {"optimizer_offload": fsdp.optimizer_offload, **away}
     return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away and device != "cpu"]
+
+
+class TrainedRole(ModelRole):
+    """A role whose model is trained: updated in mini-batches, saved and loaded."""
+
+    trained: TrainedModel
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        self.checkpointing: bool = config.at(self.spec.model).enable_gradient_checkpointing
+        self.shape: ModelShape | None = None
+        """None if the plan cannot tell the model's shape."""
+        with suppress(ShapeUnknown):
+            self.shape = shape_of(config, self.role)
+        self.update_micro_batches = next(self.micro_batches[one.method] for one in self.spec.operations if one.trains)
+        if not self.checkpointing:
+            self.update_micro_batches.further = [f"{self.spec.model}.enable_gradient_checkpointing=true"]
+
+    def train(self, model: nn.Module, num_training_steps: int) -> None:
+        """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
+        self.trained = TrainedModel(
+            model,
+            device=self.device,
+            optim=self.keys.optim,
+            fsdp=self.config.at(str(self.spec.fsdp)),
+            grad_clip=self.keys.grad_clip,
+            num_training_steps=num_training_steps,
+            checkpointing=self.checkpointing,
+        )
+        # Kept activations save time; their memory is not planned on a CPU.
+        if self.checkpointing and self.device != "cpu":
+            self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
+
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
+
+        Columns are on the device, padded on the right: [rows, longest response], with their `response_mask`.
+        """
+        raise NotImplementedError
+
+    def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
+        """One epoch over the batch in mini-batches, with one optimizer step each. Returns the mean of each metric over
+        the mini-batches, the number of updates, and how many were skipped because their gradients were not finite."""
+        start_s = time.perf_counter()
+        with self.trained.on_device(training=True):
+            metrics = self._update_mini_batches(data)
+        seconds = time.perf_counter() - start_s
+        metrics["lr"] = self.trained.learning_rate
+        if ends_step:
+            self.trained.num_updates += 1
+        named = {f"{self.role}/{key}": value for key, value in metrics.items()}
+        used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, self.device)
+        return named if used is None else {**named, f"perf/mfu/{self.role}": used}
+
+    def _update_mini_batches(self, data: DataProto) -> dict[str, float]:
+        """Ranks exchange their counts before the first mini-batch, and metrics are read after the last one, so that the
+        host does not wait for the device in between."""
+        num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
+        batches = data.split(num_rows)
+        counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
+        splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
+        of_batches = [
+            self.trained.step(split, partial(self._loss_of_rows, batch, count))
+            for batch, count, split in zip(batches, counts, splits, strict=True)
+        ]
+        names = list(of_batches[0])
+        numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
+        columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
+        means = {name: sum(column) / len(batches) for name, column in columns.items()}
+        num_made = sum(map(math.isfinite, columns["grad_norm"]))
+        return {
+            **sum_over_ranks(means, self.device),
+            "grad_norm": means["grad_norm"],
+            "updates": num_made,
+            "skipped_updates": len(batches) - num_made,
+        }
+
+    def _loss_of_rows(
+        self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        part: DataProto = batch[rows]
+        tokens, kept = TokenRows(part.batch, self.device), kept_lengths(part)
+        of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}
+        columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
+        columns["response_mask"] = on_device(torch.arange(int(tokens.num_response.max())) < kept[:, None], self.device)
+        return self.loss_of(tokens, columns, counts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, folder: str) -> None:
+        """Save weights, optimizer, schedule and random states in a new folder that all ranks share."""
+        save_trained(self.trained, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, folder: str) -> None:
+        """Load what any number of ranks saved there."""
+        load_trained(self.trained, Path(folder))
+
+
+def kept_lengths(data: DataProto) -> Tensor:
+    """The number of response tokens of each row that count in losses; 0 for a row that pads the batch."""
+    lengths: Tensor = lengths_of(data.batch[INPUT_IDS]) - data.batch[NUM_PROMPT_TOKENS]
+    return lengths if IS_PADDING_KEY not in data.batch else lengths * ~data.batch[IS_PADDING_KEY]
+
+
+def count_losses(lengths_of_batches: Iterable[Tensor], longest: int, device: str) -> list[LossCounts]:
+    """What the losses of each mini-batch are divided by, counted over all ranks."""
+    counts = {
+        f"{kind} {number}": float(count)
+        for number, lengths in enumerate(lengths_of_batches)
+        for kind, count in (("tokens", lengths.sum()), ("sequences", (lengths > 0).sum()))
+    }
+    totals = list(map(int, sum_over_ranks(counts, device).values()))
+    return [LossCounts(*counted, float(longest)) for counted in zip(totals[::2], totals[1::2], strict=True)]

@@ -1,72 +1,50 @@
 """The rollout: responses to prompts, from the actor's weights.
 
-Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export.
+Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export. The
+engine that generates is the one that the config names (`rolepool.rollout.factory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from rolepool.config import Config
+from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
-from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.placement import Role
+from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.parts import part
 from rolepool.protocol.ragged import ragged
 from rolepool.roles.actor import Actor
-from rolepool.roles.model_role import load_policy_of, remedies
-from rolepool.rollout.decoder import refuse_unknown
+from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
-from rolepool.rollout.kv_cache import room_on_gpu
-from rolepool.rollout.native import NativeEngine
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel
+from rolepool.rollout.factory import make_engine
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
 
 
-class Rollout(Worker):
-    def __init__(self, config: Config, stop_token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
-        self.config = config
-        self.keys = config.actor_rollout_ref.rollout
-        self.stop_token_ids = tuple(stop_token_ids)
-        actor = self.siblings.get("actor")
-        model, shard = None, None
-        if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
-            model = actor.trained.model
-        self.shares_weights = model is not None
-        if model is None:
-            model, shard = self._load(dtype)
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        room = None if self.device == "cpu" else partial(room_on_gpu, num_bytes, self.keys.gpu_memory_utilization)
-        self.engine = NativeEngine(
-            model,
-            max_num_seqs=self.keys.max_num_seqs,
-            max_num_batched_tokens=self.keys.max_num_batched_tokens,
-            shared_weights=self.shares_weights,
-            cache_bytes=room,
-            shard=shard,
-            parallel=TensorParallel.over_neighbours(self.context.tp_size),
-            enforce_eager=self.keys.enforce_eager,
-        )
+class Rollout(ModelRole):
+    role = Role.Rollout
+    keys: RolloutConfig
 
-    def _load(self, dtype: torch.dtype) -> tuple[nn.Module, Shard]:
-        """This rank's part of the model, cut before it moves: a GPU never holds more than its part."""
-        on_device = dtype if self.device == "cpu" else torch.bfloat16
-        model: Any = load_policy_of(self.config, on_device, packed=False)
-        refuse_unknown(model)
-        shard = Shard(model.config, self.context.tp_size, self.context.tp_rank)
-        shard.cut(model)
-        return model.requires_grad_(False).to(self.device), shard
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        self.stop_token_ids = setup.stop_token_ids
+        actor, shared_model = self.siblings.get(Role.Actor), None
+        if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
+            shared_model = actor.trained.model
+        load_model = partial(self.load_policy, self.frozen_dtype, packed=False)
+        self.engine = make_engine(config, self.context, load_model, shared_model)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
-        """A response to each prompt. A sample depends on weights, prompt and its own seed, not on where it runs."""
+        """A response to each prompt. It depends on weights, prompt and its own seed, not on the rank."""
         sampling = self._sampling(purpose)
         columns = prompts.non_tensor_batch
         requests = [
@@ -92,7 +70,7 @@ class Rollout(Worker):
         )
 
     def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
-        """Prompt and response of each row as one ragged column, and how many tokens of it are which."""
+        """Prompt and response of each row as one ragged column, and the number of tokens of each."""
         prompts = [np.asarray(request.token_ids, dtype=np.int64) for request in requests]
         responses = [completion.token_array for completion in completions]
         num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
@@ -107,8 +85,8 @@ class Rollout(Worker):
             columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
         return DataProto.from_dict(columns)
 
-    def less_memory(self, method: str) -> list[str]:
-        section, own = "actor_rollout_ref.rollout", []
+    def smaller(self, method: str) -> list[str]:
+        section, own = self.spec.section, []
         num_at_once = min(
             self.keys.max_num_seqs, self.config.data.train_batch_size * self.keys.n // self.context.dp_size
         )
@@ -117,27 +95,27 @@ class Rollout(Worker):
         num_parallel = 2 * self.keys.tensor_model_parallel_size
         if self.context.local_world_size % num_parallel == 0:
             own.append(f"{section}.tensor_model_parallel_size={num_parallel}")
-        return remedies(self, self.config, own)
+        return own
 
     def less_memory_at_rest(self) -> list[str]:
-        return [] if self.keys.free_cache_engine else ["actor_rollout_ref.rollout.free_cache_engine=true"]
+        return [] if self.keys.free_cache_engine else [f"{self.spec.section}.free_cache_engine=true"]
 
     # Weights
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights_here(self, version: int) -> None:
         """Take the weights of the actor in this process. Nothing is moved if both use one model."""
-        actor = self.siblings["actor"]
+        actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
         with actor.trained.on_device(training=False) as model, part("gather"):
-            self.engine.update_weights([] if self.shares_weights else whole_parameters(model), version)
+            self.engine.update_weights([] if self.engine.shared_weights else whole_parameters(model), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto) -> None:
-        """Some of the weights, as the actor's `export_weights` gave them."""
+        """Take some of the weights, as the actor's `export_weights` returns them."""
         self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def end_of_weights(self, version: int) -> None:
-        """All weights have been taken: what was computed with the old ones is forgotten."""
+        """All weights have been taken. The engine drops what it computed with the old ones."""
         self.engine.update_weights((), version)

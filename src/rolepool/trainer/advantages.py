@@ -1,8 +1,8 @@
 """Between scoring and updating: rewards, KL penalty, advantages, and the metrics that describe them.
 
-The only place where the driver waits in a step. It fetches what advantages need, a few numbers per token, and leaves
-the rest where it is: if the reward has no KL penalty, log-probs may still be computed while the critic's update
-starts. Columns are ragged outside, and padded here to the longest response, as the algorithms take them.
+This is the only place where the driver waits in a step. It fetches only what advantages need, a few numbers per token.
+If the reward has no KL penalty, log-probs may still be computed while the critic's update starts. Columns are ragged
+outside of this module, and padded to the longest response here, because the algorithms take padded tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rolepool.protocol.ragged import flat_values
 
 @dataclass(frozen=True)
 class Estimated:
-    """What updates need beside what was computed by roles, and what it was estimated from."""
+    """Advantages and returns for the updates, and what they were estimated from."""
 
     batch: DataProto
     """Ragged advantages and returns."""
@@ -39,9 +39,9 @@ class Estimated:
     """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and values if any."""
     metrics: dict[str, float]
     span: Span
-    """The driver's own work, without its waiting."""
+    """The driver's own work, without the time that it waited."""
     limits: tuple[int, int]
-    """The most tokens that a prompt and a response may have."""
+    """The largest numbers of tokens of a prompt and of a response."""
 
     @property
     def lengths(self) -> list[int]:
@@ -54,7 +54,7 @@ PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
 
 
 class Estimator:
-    """Estimates advantages; holds the KL controller, which learns from step to step."""
+    """Estimates advantages. Holds the KL controller, whose coefficient changes from step to step."""
 
     def __init__(self, config: Config) -> None:
         self.keys = config.algorithm
@@ -85,7 +85,7 @@ class Estimator:
             columns = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
             tensors.update({key: pad_ragged(column) for key, column in columns})
         of_greedy = None
-        if baselines is not None:  # one for each prompt, whose samples stand side by side
+        if baselines is not None:  # one for each prompt, whose samples are next to each other
             scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
             of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
         given = (rollouts, scores, values, *log_probs, baselines)
@@ -126,7 +126,7 @@ class Estimator:
 
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """[rows, response]: each row's score at the last token of its response, zero elsewhere."""
+    """[rows, tokens]: each row's score at the last token of its response, 0 at the others."""
     places = torch.arange(response_mask.shape[1])
     last = torch.where(response_mask.bool(), places, -1).amax(dim=1, keepdim=True)
     return torch.where((places == last) & (last >= 0), scores.unsqueeze(1), 0.0).to(scores.dtype)
@@ -164,7 +164,7 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
 
 
 def rollout_difference(scored: DataProto) -> dict[str, float]:
-    """How far the probabilities of the sampled tokens are apart, as the rollout and as the actor computed them."""
+    """The differences between the rollout's and the actor's probabilities of the sampled tokens."""
     rollout, actor = (flat_values(scored.batch[key]).double().exp() for key in ("rollout_log_probs", "old_log_probs"))
     apart = (rollout - actor).abs()
     statistics = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
@@ -172,7 +172,7 @@ def rollout_difference(scored: DataProto) -> dict[str, float]:
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:
-    """Each prompt `num_samples` times, side by side, with the number of the sample in `sample_index`."""
+    """Each prompt `num_samples` times in a row, with the number of the sample in `sample_index`."""
     rows = prompts.repeat(num_samples, interleave=True)
     rows.non_tensor_batch["sample_index"] = np.tile(np.arange(num_samples), len(prompts))
     return rows

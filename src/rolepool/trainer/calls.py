@@ -1,25 +1,22 @@
-"""The calls that a step makes, with their types: what each role can be asked, and what comes back.
+"""The calls that a step makes, with their types: the methods of each role, and what they return.
 
-Owns the interface between a step and the roles. The worker classes in `rolepool.roles` implement it, through the
-proxies of a cluster or, for `plan`, on paper. Imports neither torch nor ray when it runs.
+Owns the interface between a step and the roles. The worker classes in `rolepool.roles` implement it. A step calls them
+through the proxies of a cluster or, for `plan`, on paper. Imports neither torch nor ray when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rolepool.placement.roles import trained_roles
+from rolepool.placement.roles import Role, trained_roles
 
 if TYPE_CHECKING:
     from rolepool.cluster import WorkerGroup
     from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
+    from rolepool.roles.rollout import Purpose
 
     Batch = DataProto | DataProtoFuture
-
-Purpose = Literal["train", "validate", "baseline"]
-"""What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
 
 
 class RolloutCalls(Protocol):
@@ -34,13 +31,13 @@ class RewardCalls(Protocol):
 
 class ReferenceCalls(Protocol):
     def compute_ref_log_prob(self, data: Batch) -> DataProtoFuture:
-        """Log-probs of response tokens under the first weights."""
+        """Log-probs of response tokens under the weights before training."""
 
 
 class TrainedCalls(Protocol):
     @property
     def group(self) -> WorkerGroup:
-        """The processes that the role lives in."""
+        """The processes of the role's pool."""
 
     @property
     def dp_size(self) -> int:
@@ -67,20 +64,20 @@ class CriticCalls(TrainedCalls, Protocol):
         """One epoch of updates."""
 
 
-@dataclass(frozen=True)
 class Roles:
-    """The roles of a run. A role that the run does not need is None. Every call returns a future."""
+    """The roles of a run. A built-in role that the run does not use is None. Every call returns a future."""
 
-    actor: ActorCalls
-    rollout: RolloutCalls
-    reward: RewardCalls
-    critic: CriticCalls | None
-    ref: ReferenceCalls | None
-    sync_weights: Callable[[int], list[CallFuture]]
-    """Queue handing the actor's weights to the rollout; what is generated afterwards carries this version."""
-
-    @property
-    def trained(self) -> dict[str, TrainedCalls]:
+    def __init__(self, calls: Mapping[str, Any], sync_weights: Callable[[int], list[CallFuture]]) -> None:
+        """`calls` has a proxy for each role of the run. Its methods are those of the role's class, which mypy cannot
+        see; here they get their types."""
+        self.by_name: Mapping[str, Any] = calls
+        """All roles of the run by name, also those that were added with `register_role`."""
+        self.actor: ActorCalls = calls[Role.Actor]
+        self.rollout: RolloutCalls = calls[Role.Rollout]
+        self.reward: RewardCalls = calls[Role.RewardModel]
+        self.critic: CriticCalls | None = calls.get(Role.Critic)
+        self.ref: ReferenceCalls | None = calls.get(Role.RefPolicy)
+        self.trained: dict[str, TrainedCalls] = {role: calls[role] for role in trained_roles() if role in calls}
         """The roles whose models are saved."""
-        calls = {str(role): getattr(self, role) for role in trained_roles()}
-        return {role: one for role, one in calls.items() if one is not None}
+        self.sync_weights = sync_weights
+        """Queues the transfer of the actor's weights to the rollout. Later responses carry this version."""

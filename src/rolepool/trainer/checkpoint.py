@@ -41,10 +41,9 @@ class Checkpoints:
     """The checkpoints of one run folder."""
 
     def __init__(self, config: Config, folder: RunFolder, roles: Iterable[str]) -> None:
-        """`roles` are those of the run; the trained ones among them are saved."""
-        self._keys = config.trainer
-        self._folder = folder
-        self._parts = [str(role) for role in trained_roles() if role in roles]
+        """`roles` are the roles of the run. Those that are trained are saved."""
+        self._config, self._keys, self._folder = config, config.trainer, folder
+        self._parts = [role for role in trained_roles() if role in roles]
 
     @property
     def are_on(self) -> bool:
@@ -98,9 +97,10 @@ class Checkpoints:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
         publish(temporary, final)
-        for name in self._parts:
-            if (keep := self._keys.at(f"max_{name}_ckpt_to_keep")) is not None:
-                remove_old(self._folder.path, name, keep)
+        for role in self._parts:
+            key = ROLE_SPECS[role].checkpoints_to_keep
+            if key is not None and (keep := self._config.at(key)) is not None:
+                remove_old(self._folder.path, role, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Load a checkpoint into all roles."""
@@ -124,6 +124,9 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: not a run folder (it has no config.yaml); give the folder of a run")
+    config = load_config([str(run / "config.yaml")], []).config
+    if role not in trained_roles():
+        raise ConfigError(f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}")
     saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
@@ -131,7 +134,6 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
             f"{run}: no checkpoint of {role}{'' if step is None else f' at step {step}'}; "
             f"{'there are ' + ', '.join(steps) if steps else 'set trainer.save_freq when training'}"
         )
-    config = load_config([str(run / "config.yaml")], []).config
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     export_hf(saved / role, _model_folder(key, config.at(key)), out_dir)
     return saved

@@ -1,7 +1,7 @@
-"""The training loop: steps, validation, checkpoints, metrics, until the prompts or the steps are used up.
+"""The training loop: steps, validation, checkpoints and metrics, until the last step or epoch.
 
 Owns the order of things around a step. A step's row is written when its last call has ended, which is after the next
-step has begun; saving and validating wait for that.
+step has begun. Saving and validating wait for that.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs
 from rolepool.trainer.calls import Roles
 from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
-from rolepool.trainer.divergence import BadSteps
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import record, step_row
+from rolepool.trainer.rows import BadSteps, record, step_row
 from rolepool.trainer.step import StepCalls
 from rolepool.trainer.validation import validate
 
@@ -41,20 +40,21 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Told of a run as it goes on. Does nothing; a console does more."""
+    """Is told what happens in a run. This one does nothing; `TrainingConsole` prints it."""
 
     def on_notice(self, line: str) -> None:
-        """Where the run starts, what becomes of an earlier one, and why a checkpoint is not saved."""
+        """Where the run starts, where an earlier run was moved, or why a checkpoint is not saved."""
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         """A row of metrics was written."""
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """A validation generated these, with their scores."""
+        """A validation generated these responses and scored them."""
 
 
 class Interrupt:
-    """Ctrl-C, and SIGTERM like it: the first lets a step end, the second drops it. Outside of steps, the first ends."""
+    """Ctrl-C or SIGTERM. In a step, the first lets the step finish and the second drops it. Outside of steps, the first
+    one ends the run."""
 
     def __init__(self) -> None:
         self.asked = self.in_steps = False
@@ -62,14 +62,14 @@ class Interrupt:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take signals for the time of the block; in the main thread only, as Python hands them out nowhere else."""
+        """Handle signals in the block; in the main thread only, because Python delivers them nowhere else."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
-        except KeyboardInterrupt as interrupt:  # for which Ray knows no other kind
+        except KeyboardInterrupt as interrupt:  # the only kind that Ray passes on
             raise self._error(*interrupt.args) from None
         finally:
             for number, handler in before.items():
@@ -84,7 +84,7 @@ class Interrupt:
 
 
 class Trainer:
-    """A run: from a config to its last step."""
+    """A training run, from the config to the last step."""
 
     def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32) -> None:
         self.loaded = loaded
@@ -107,7 +107,7 @@ class Trainer:
             self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
         )
         self.estimator = Estimator(self.config)
-        self.step = step_of(self.estimator.needs)
+        self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
@@ -117,7 +117,7 @@ class Trainer:
         self._before: list[Recorded] = []
 
     def run(self) -> None:
-        """Train to the last step, from the checkpoint to resume from, if there is one."""
+        """Train until the last step. Resumes from a checkpoint if there is one."""
         with self.interrupt.watch(), self.folder.hold():
             saved = self.checkpoints.find()
             if saved is not None:
@@ -125,20 +125,20 @@ class Trainer:
                 self.loader.load_state_dict(position.data)
                 self.estimator.kl_controller.load_state_dict(position.kl_controller)
                 self.start_step = position.step
-            goes_on_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
-            if not goes_on_here:
+            resumes_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
+            if not resumes_here:
                 self.folder.check_is_ours()
                 self._check_validates_alone(saved)
             if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
                 self.observer.on_notice(self._nothing_left(saved))
                 return
             try:
-                self._run(saved, after_step=self.start_step if goes_on_here else None)
+                self._run(saved, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
                 remove_unfinished(self.folder.path)
 
     def _check_validates_alone(self, saved: Path | None) -> None:
-        """A validation of something else would set a whole run aside."""
+        """Raise ConfigError if validating another model would move the run that is in the folder."""
         if self.config.trainer.val_only and self.folder.holds_a_run:
             what = self.config.actor_rollout_ref.model.path if saved is None else saved
             raise ConfigError(
@@ -147,7 +147,7 @@ class Trainer:
             )
 
     def _run(self, saved: Path | None, after_step: int | None) -> None:
-        """Nothing of an earlier run is touched before all that can fail at the start has been done."""
+        """Start the processes, then train. An earlier run is not touched before everything has started."""
         ray_init = self.config.ray_kwargs.ray_init
         with Cluster(
             self.plan,
@@ -157,15 +157,15 @@ class Trainer:
             run_seed=self.config.trainer.seed,
         ) as cluster:
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
-            self.monitors = cluster.start_monitors()  # which take as long to start as small models to load
+            self.monitors = cluster.start_monitors()  # early, because starting them takes a while
             if self.checkpoints.are_on or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
-                self.observer.on_notice(f"going on from step {self.start_step} ({saved})")
+                self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
                 self.checkpoints.load(roles, saved)
             for call in roles.sync_weights(self.start_step):
                 call.get()
-            if after_step is None or not self.config.trainer.val_only:  # a validation is added to the run it is of
+            if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
                 self._begin(after_step)
             self.loggers.start(self.folder.path)
             try:
@@ -186,7 +186,7 @@ class Trainer:
         key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
         return (
             f"nothing left to do: {saved} is of step {self.start_step}, and {key}={self.loaded.value_of(key)} ends "
-            f"with step {self.num_steps}; raise it to go on, or set trainer.resume_mode=disable to start anew"
+            f"with step {self.num_steps}; raise it to continue, or set trainer.resume_mode=disable to start a new run"
         )
 
     def _train(self, roles: Roles) -> None:
@@ -202,19 +202,19 @@ class Trainer:
                 unfinished = self._step(roles, number, unfinished)
             except KeyboardInterrupt:
                 ended = self._before[0].step if self._before else self.start_step
-                words = f"all after step {ended} was dropped; {self.checkpoints.newest_in_words}"
+                words = f"the steps after step {ended} were dropped; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(words) from None
             if self.interrupt.asked and unfinished is None and number < self.num_steps:
                 command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
                 after = "not saved (trainer.save_freq=-1)"
                 if self.saved_step == number:
-                    after = f"saved; {command} goes on from there"
+                    after = f"saved; {command} resumes from it"
                 elif self.checkpoints.are_on and self.bad_steps.reason is not None:
                     after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
-        """Returns the step's calls where they may go on into the next step; None where all have ended."""
+        """Returns the step's calls if some may still run in the next step, or None if all have ended."""
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)

@@ -1,6 +1,7 @@
-"""A step on paper: the step function itself, called with roles that compute nothing and note what they were asked.
+"""A step on paper: the step function, called with roles that compute nothing and only record the calls.
 
-Owns turning those notes into a graph. Imports neither torch nor ray, so that `plan` can use it.
+Owns finding the step function, and turning the recorded calls into a graph. Imports neither torch nor ray, so that
+`plan` can use it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rolepool.config import Config
-from rolepool.config.functions import ADV_ESTIMATORS, Needs
+from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.placement.roles import Role, needed_roles
 from rolepool.placement.schedule import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.trainer.calls import Roles
@@ -21,32 +22,29 @@ if TYPE_CHECKING:
     from rolepool.protocol import DataProto
 
 Step = Callable[..., StepCalls]
+MAX_EPOCHS = 3
 
 
-def step_of(needs: Needs) -> Step:
-    """The step function for an advantage estimator that needs these arguments."""
-    return remax_step if "reward_baselines" in needs else ppo_step
+def step_of(config: Config, needs: Needs | None = None) -> Step:
+    """The step function that the config names, or else the one for an advantage estimator with these needs. None means
+    what is known without importing the estimator."""
+    if config.trainer.step is not None:
+        step: Step = import_object("trainer.step", config.trainer.step)
+        return step
+    known = ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ()) if needs is None else needs
+    return remax_step if "reward_baselines" in known else ppo_step
 
 
-def schedule_of(config: Config, step: Step | None = None) -> Schedule:
+def schedule_of(config: Config) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's generation."""
-    notes = _Notes()
-    run = step or step_of(ADV_ESTIMATORS.get(config.algorithm.adv_estimator, ()))
+    notes, run, config = _Notes(), step_of(config), _with_few_epochs(config)
     number = config.trainer.critic_warmup + 1
     needed, _ = needed_roles(config)
-    paper: dict[Role, Any] = {role: _PaperRole(notes, role) for role in (*needed, Role.RewardModel)}
 
     def sync(version: int) -> Any:
         return [notes.call((Role.Actor, Role.Rollout), ())]
 
-    roles = Roles(
-        actor=paper[Role.Actor],
-        rollout=paper[Role.Rollout],
-        reward=paper[Role.RewardModel],
-        critic=paper.get(Role.Critic),
-        ref=paper.get(Role.RefPolicy),
-        sync_weights=sync,
-    )
+    roles = Roles({role: _PaperRole(notes, role) for role in (*needed, Role.RewardModel)}, sync)
     made: Any = run(config, roles, notes, PaperBatch(), number)
     names = {call: name for name, batches in made.calls.items() for batch in batches for call in batch.calls}
     num_calls = len(notes.made)
@@ -57,6 +55,14 @@ def schedule_of(config: Config, step: Step | None = None) -> Schedule:
     ]
     workers, after = notes.made[num_calls]
     return Schedule((*calls, ScheduledCall(f"{NEXT_STEP}gen", frozenset(workers), frozenset(after))))
+
+
+def _with_few_epochs(config: Config) -> Config:
+    """The config with at most `MAX_EPOCHS`. Further epochs make the graph larger, but add no overlap."""
+    models, critic = config.actor_rollout_ref, config.critic
+    actor = models.actor.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, models.actor.ppo_epochs)})
+    critic = critic.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, critic.ppo_epochs)})
+    return config.model_copy(update={"actor_rollout_ref": models.model_copy(update={"actor": actor}), "critic": critic})
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class _PaperEstimated:
 
 @dataclass
 class _Notes:
-    """The calls that were made, by position: who works on each, and after which calls it starts."""
+    """The calls that were made, by position: the roles of each, and the calls that end before it starts."""
 
     made: list[tuple[tuple[Role, ...], set[int]]] = field(default_factory=list)
     last_of: dict[Role, int] = field(default_factory=dict)
@@ -103,7 +109,7 @@ class _Notes:
         return PaperBatch(frozenset({position}))
 
     def estimate(self, prompts: DataProto, *given: Any) -> Any:
-        """In place of the estimator: the driver waits for all that it is given."""
+        """Replaces the estimator: the driver waits for all that it is given."""
         batches = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
         estimated = self.call((), batches)
         self.waited_for |= estimated.calls
@@ -112,7 +118,7 @@ class _Notes:
 
 @dataclass(frozen=True)
 class _PaperRole:
-    """A role whose every method notes the call."""
+    """A role whose methods only record the call."""
 
     notes: _Notes
     role: Role
@@ -120,6 +126,7 @@ class _PaperRole:
 
     def __getattr__(self, method: str) -> Callable[..., PaperBatch]:
         def call(*args: Any, **kwargs: Any) -> PaperBatch:
-            return self.notes.call((self.role,), [value for value in args if isinstance(value, PaperBatch)])
+            given = (*args, *kwargs.values())
+            return self.notes.call((self.role,), [value for value in given if isinstance(value, PaperBatch)])
 
         return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rolepool.config import Config
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 def remax_step(
     config: Config, roles: Roles, estimator: EstimatesAdvantages, prompts: DataProto, number: int
 ) -> StepCalls:
-    """Generate, also greedily, score both, then go on as a PPO step does."""
+    """Generate, also greedily, score both, then continue like a PPO step."""
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
-    once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt stand side by side
+    once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt are next to each other
     greedy = roles.rollout.generate_sequences(once, purpose="baseline")
     baselines = roles.reward.compute_scores(greedy.union(once))
-    step = learn(config, roles, estimator, prompts, number, rollouts, scores, baselines)
-    return replace(step, calls={**step.calls, "baseline": [greedy, baselines]})
+    calls = {"baseline": [greedy, baselines]}
+    return learn(config, roles, estimator, prompts, number, rollouts, scores, baselines, calls)

@@ -1,18 +1,28 @@
-"""The row of metrics of a step: what its workers measured, put together when its last call has ended."""
+"""The row of metrics of a step, made when its last call has ended; and the steps after which training has diverged.
+
+Owns what a bad step is, the warning about skipped updates, and the error that ends the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
+from rolepool.config import LoadedConfig
+from rolepool.config.loading import show
+from rolepool.errors import DivergedError
 from rolepool.metrics.spans import Recorded, Timeline, operation_times, step_metrics
 from rolepool.placement import Plan
-from rolepool.placement.roles import OPERATIONS
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
 from rolepool.trainer.advantages import describe
+from rolepool.trainer.checkpoint import Checkpoints
 from rolepool.trainer.step import StepCalls
+
+logger = logging.getLogger(__name__)
 
 
 def record(step: StepCalls) -> list[Recorded]:
-    """What was done for a step. Waits for every call of it."""
+    """The spans of a step. Waits for all its calls."""
     spans = [(name, span) for name, calls in step.calls.items() for call in calls for span in call.spans()]
     return [Recorded(step.number, name, span) for name, span in [*spans, ("adv", step.estimated.span)]]
 
@@ -20,9 +30,9 @@ def record(step: StepCalls) -> list[Recorded]:
 def step_row(
     step: StepCalls, recorded: Sequence[Recorded], around: Sequence[Recorded], next_start_s: float | None, plan: Plan
 ) -> dict[str, float]:
-    """All metrics of a step. It ends where the next one's generation starts, or with its last call.
+    """All metrics of a step. A step ends when the generation of the next one starts, or with its last call.
 
-    `around` are the spans before and after it, which explain what its first and last calls waited for.
+    `around` are the spans before and after it, which say what its first and last calls waited for.
     """
     metrics = {
         "training/global_step": float(step.number),
@@ -52,11 +62,51 @@ def step_row(
 
 
 def _update_metrics(step: StepCalls) -> dict[str, float]:
-    """Of several epochs the mean, and of updates the sum."""
+    """The metrics of updates: numbers of updates are sums over the epochs, the others are means."""
     metrics: dict[str, float] = {}
-    for name in (name for name, operation in OPERATIONS.items() if operation.trains):
+    for name in (name for name, operation in OPERATIONS.items() if operation.trains and name in step.calls):
         rows = [call.get()[0] for call in step.calls[name]]
         for key in rows[0] if rows else ():
             total = sum(row[key] for row in rows)
             metrics[key] = total if key.endswith("updates") else total / len(rows)
     return metrics
+
+
+class BadSteps:
+    """The number of bad steps in a row of each trained role.
+
+    A step is bad for a role that skipped all its updates of the step, because no gradient was finite.
+    """
+
+    def __init__(self, loaded: LoadedConfig, checkpoints: Checkpoints) -> None:
+        self._loaded, self._checkpoints = loaded, checkpoints
+        self._num_in_a_row = dict.fromkeys(trained_roles(), 0)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the last step must not be saved; None if it was not bad."""
+        roles = [role for role, number in self._num_in_a_row.items() if number]
+        return f"{' and '.join(roles)} made no finite update in it" if roles else None
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a row."""
+        skipped = []
+        for role in self._num_in_a_row:
+            if f"{role}/updates" not in metrics:  # the actor, while the critic warms up
+                continue
+            num_made, num_skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
+            self._num_in_a_row[role] = 0 if num_made else self._num_in_a_row[role] + 1
+            if num_skipped:
+                skipped.append(f"{num_skipped} of {num_made + num_skipped} updates of {role}")
+        if skipped:
+            logger.warning("step %d: skipped %s because the gradients are not finite", step, " and ".join(skipped))
+        limit = self._loaded.config.trainer.max_bad_steps
+        diverged = [role for role, number in self._num_in_a_row.items() if number >= limit]
+        if diverged:
+            keys = [f"{ROLE_SPECS[role].section}.{name}" for role in diverged for name in ("optim.lr", "grad_clip")]
+            values = " or ".join(f"{key}={show(self._loaded.value_of(key))}" for key in keys)
+            raise DivergedError(
+                f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step} "
+                f"(trainer.max_bad_steps={limit}): training has diverged; lower {values}, or look for rewards that are "
+                f"too large; {self._checkpoints.newest_in_words}"
+            )

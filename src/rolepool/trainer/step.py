@@ -1,13 +1,13 @@
-"""One PPO step: straight-line futures.
+"""One PPO step, written as a list of calls that return futures.
 
-The order of calls is the whole schedule. Calls on one pool run in the order they are made here, pools run side by
-side, and a future handed to a call is waited for there: what can overlap under a placement, does. Nothing here asks
-which placement it runs under. `plan` runs this same code on paper, so it imports neither torch nor ray.
+The order of calls is the whole schedule. Calls on one pool run in the order in which they are made here, and pools run
+at the same time. A call that is given a future waits for it in the worker, not here, so calls overlap if the placement
+allows it. Nothing here asks for the placement. `plan` runs this same code on paper, so it needs neither torch nor ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,10 +40,10 @@ class EstimatesAdvantages(Protocol):
 
 @dataclass(frozen=True)
 class StepCalls:
-    """A step's calls by operation, and what was estimated in between."""
+    """A step's calls by operation, and what was estimated between them."""
 
     number: int
-    calls: dict[str, list[CallFuture]]
+    calls: Mapping[str, Sequence[CallFuture]]
     estimated: Estimated
     scored: DataProtoFuture
     """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they are compared."""
@@ -67,8 +67,10 @@ def learn(
     rollouts: DataProtoFuture,
     scores: DataProtoFuture,
     baselines: DataProtoFuture | None = None,
+    calls: Mapping[str, Sequence[CallFuture]] | None = None,
 ) -> StepCalls:
-    """The part of a step after generation, which all algorithms share."""
+    """The part of a step after scoring, which all algorithms share. `calls` are further calls that were made before it,
+    by the name of their operation."""
     values = roles.critic.compute_values(rollouts) if roles.critic else None
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
@@ -91,7 +93,7 @@ def learn(
             actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         synced = roles.sync_weights(number)
 
-    calls: dict[str, list[CallFuture]] = {
+    made: dict[str, Sequence[CallFuture]] = {
         "gen": [rollouts],
         "reward": [scores],
         "values": [] if values is None else [values],
@@ -100,17 +102,18 @@ def learn(
         "update_critic": critic_updates,
         "update_actor": actor_updates,
         "update_weights": synced,
+        **(calls or {}),
     }
     compared = ("rollout_log_probs", "old_log_probs") if config.actor_rollout_ref.rollout.calculate_log_probs else ()
-    return StepCalls(number, calls, estimated, rollouts.union(old).select(["entropy_sums", *compared]))
+    return StepCalls(number, made, estimated, rollouts.union(old).select(["entropy_sums", *compared]))
 
 
 def update_orders(
     config: Config, keys: ActorConfig | CriticConfig, lengths: Sequence[int], num_ranks: int, step: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], bool]]:
-    """For each epoch which rows each rank updates on, as an order of rows, and whether it is the last.
+    """For each epoch the order of rows, which decides the rows of each rank, and whether it is the last epoch.
 
-    A mini-batch is a set of rows that depends on seed and step only; balancing over ranks happens inside it.
+    The rows of a mini-batch depend only on seed and step; they are balanced over ranks inside the mini-batch.
     """
     rows_per_mini_batch = keys.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     for epoch in range(keys.ppo_epochs):

@@ -1,4 +1,4 @@
-"""Validation: scores of responses to held-out prompts, and the texts themselves to look at."""
+"""Validation: scores of responses to validation prompts, and some of their texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rolepool.trainer.advantages import repeated
 from rolepool.trainer.calls import Roles
 
 NUM_SAMPLES = 64
-"""Responses of a validation that are written down with their texts."""
+"""The number of responses of a validation whose texts are recorded."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Validation:
 
 
 def validate(config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Validation:
-    """The mean score of responses by data source. With several samples of a prompt also the mean of their best."""
+    """The mean score of responses for each data source; with several samples per prompt, also the mean of the best."""
     start_s = time.monotonic()
     num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
     scores_of: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
