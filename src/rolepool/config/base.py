@@ -6,7 +6,7 @@ Owns the rules for all keys. Does not know any key by name.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -26,6 +26,11 @@ class Section(BaseModel):
     def at(self, path: str) -> Any:
         """The value, or the section, at a dotted path below this section."""
         return attrgetter(path)(self)
+
+    def with_value(self, path: str, value: Any) -> Self:
+        """A copy in which the key at this dotted path, below this section, has another value."""
+        first, _, rest = path.partition(".")
+        return self.model_copy(update={first: getattr(self, first).with_value(rest, value) if rest else value})
 
 
 def follows(key: str) -> Any:

@@ -5,7 +5,7 @@ Owns the list of changes to try. The effect of every override that is advised wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +116,7 @@ class _Trials:
         for changes in candidates:
             config = self.config
             for key, value in changes.items():
-                config = _with_value(config, key.split("."), value)
+                config = config.with_value(key, value)
             placement = config.placement.model_dump_json()
             if placement not in self.plans:
                 self.plans[placement] = None
@@ -126,12 +126,6 @@ class _Trials:
             if plan is None or any(contradictions(config)) or set(find_problems(config, plan)) - self.problems:
                 continue
             yield changes, estimate_memory(config, plan, self.gpu_memory_bytes)
-
-
-def _with_value(section: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of a frozen section with one key below it changed."""
-    first, *rest = path
-    return section.model_copy(update={first: _with_value(getattr(section, first), rest, value) if rest else value})
 
 
 def _known_roles(estimate: MemoryEstimate) -> set[Role]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
+from rolepool.config.schema import all_keys
 from rolepool.placement.roles import Role, needed_roles
 from rolepool.placement.schedule import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.trainer.calls import Roles
@@ -59,10 +60,9 @@ def schedule_of(config: Config) -> Schedule:
 
 def _with_few_epochs(config: Config) -> Config:
     """The config with at most `MAX_EPOCHS`. Further epochs make the graph larger, but add no overlap."""
-    models, critic = config.actor_rollout_ref, config.critic
-    actor = models.actor.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, models.actor.ppo_epochs)})
-    critic = critic.model_copy(update={"ppo_epochs": min(MAX_EPOCHS, critic.ppo_epochs)})
-    return config.model_copy(update={"actor_rollout_ref": models.model_copy(update={"actor": actor}), "critic": critic})
+    for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
+        config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
+    return config
 
 
 @dataclass(frozen=True)
