@@ -23,6 +23,7 @@ from rolepool.protocol.ragged import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
+from rolepool.roles.model_role import Setup
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +99,7 @@ def role(kind: type[Any], folder: Path, *words: str) -> Any:
     ).config
     torch.manual_seed(3)
     with made_in(WorkerContext(role=kind.__name__.lower(), device="cuda")):
-        return kind(config, 2)
+        return kind(config, Setup(2))
 
 
 def gradients_of_update(kind: type[Any], folder: Path, data: DataProto, *words: str) -> dict[str, Tensor]:
