@@ -231,7 +231,7 @@ def _measure_role(
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        with made_in(WorkerContext(role=role.value, device=device)):
+        with made_in(WorkerContext(role=role, device=device)):
             operations = operations_of(role, config, sizes, vocab_size)
         measured = Measured()
         for name, call in operations:
@@ -343,7 +343,7 @@ def is_close(planned: int, measured: int) -> bool:
 def show(role: Role, planned: RoleMemory, measured: Measured, has_gpu: bool) -> bool:
     """Whether both figures are within what is allowed."""
     parts = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits")
-    print(f"\n  {role.value}: planned " + ", ".join(f"{part} {getattr(planned, part) / GIB:.3f}" for part in parts))
+    print(f"\n  {role}: planned " + ", ".join(f"{part} {getattr(planned, part) / GIB:.3f}" for part in parts))
     for operation in measured.operations:
         print(
             f"    {operation.name:20} peak {operation.peak_bytes / GIB:7.3f}  reserved "
@@ -380,13 +380,13 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
         f"\n{name}: passes of {case.max_tokens} tokens, checkpointing {case.checkpointing}; figures in GiB; "
         f"the plan's overhead of a process {PROCESS_OVERHEAD_BYTES / GIB:.2f}"
     )
-    roles = [role for role in case.roles if role.value in options.roles]
+    roles = [role for role in case.roles if role in options.roles]
     good = True
     with ThreadPoolExecutor(options.at_once) as threads:
         run = partial(run_apart, config, estimate.micro_batches, content["vocab_size"], device, options.snapshot)
         for role, measured in zip(roles, threads.map(run, roles), strict=True):
             if isinstance(measured, str):
-                print(f"\n  {role.value}: failed\n{measured}", flush=True)
+                print(f"\n  {role}: failed\n{measured}", flush=True)
                 good = False
             else:
                 good = show(role, pool.roles[role], measured, not options.tiny) and good
@@ -396,7 +396,7 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all, and whole runs")
-    parser.add_argument("--roles", nargs="*", default=[role.value for role in ROLES], help="such as actor, rollout")
+    parser.add_argument("--roles", nargs="*", default=[role for role in ROLES], help="such as actor, rollout")
     parser.add_argument("--snapshot", action="store_true", help="print what was alive at the peak of an operation")
     parser.add_argument("--at-once", type=int, default=1, help="roles; the column `process` counts all of them")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +150,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
     with Cluster(plan) as cluster:
         roles = build_roles(cluster, config, plan, 10, dtype)
         watched = WatchedRollout(roles.rollout, replayed)
-        roles = replace(roles, rollout=watched)  # type: ignore[arg-type]
+        roles.rollout = watched  # type: ignore[assignment]
         for number in range(1, NUM_STEPS + 1):
             step = ppo_step(config, roles, estimator, repeated(loader.next_batch(), 2), number)
             course.sampled.append(watched.sampled[-1].get().select(deepcopy=True))
