@@ -396,7 +396,7 @@ def measure_case(name: str, case: Case, options: argparse.Namespace, folder: Pat
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="default: all, and whole runs")
-    parser.add_argument("--roles", nargs="*", default=[role for role in ROLES], help="such as actor, rollout")
+    parser.add_argument("--roles", nargs="*", default=list(ROLES), help="such as actor, rollout")
     parser.add_argument("--snapshot", action="store_true", help="print what was alive at the peak of an operation")
     parser.add_argument("--at-once", type=int, default=1, help="roles; the column `process` counts all of them")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
