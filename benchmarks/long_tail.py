@@ -11,8 +11,8 @@ rank) and all that the driver puts there (its batches, encoded). They are compar
 columns: 8 for each token id, and 4 for each response token's old and reference log-prob, value, advantage and return.
 Goal: at most 1.5x.
 
-With `--baseline` both checkouts take steps in turn, each in processes and a Ray of its own, so that whatever else the
-machine does falls on both alike. The first step of each is not counted.
+With `--baseline` both checkouts take steps in turn, each by its own copy of this script and in a Ray of its own, so that
+whatever else the machine does falls on both alike. The first step of each is not counted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolepool.cluster import Cluster
+from rolepool.cluster import calls as calls_module
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role
-from rolepool.protocol import CallFuture, DataProto
+from rolepool.protocol import CallFuture
 from rolepool.protocol.encoding import Encoded, encode
 from rolepool.roles.rollout import Rollout
 from rolepool.rollout.engine import Completion, Request, Sampling
@@ -105,9 +106,8 @@ class Steps:
             "trainer.device=cpu",
         ]
         self.config = load_config([], words).config
-        self.puts: list[DataProto] = []
-        self._put = ray.put
-        ray.put = self._watched_put
+        self.sent: list[Encoded] = []
+        calls_module.encode = self._watched_encode
         ROLE_SPECS[Role.Rollout] = replace(ROLE_SPECS[Role.Rollout], worker=f"{__name__}:{LongTailRollout.__name__}")
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path, trust_remote_code=False)
         self.loader = PromptLoader(PromptSet("train", self.config, tokenizer), NUM_ROWS, seed=1)
@@ -115,10 +115,10 @@ class Steps:
         self.plan = build_plan(self.config)
         self.number = 0
 
-    def _watched_put(self, value: Any, **options: Any) -> Any:
-        if isinstance(value, DataProto):
-            self.puts.append(value)
-        return self._put(value, **options)
+    def _watched_encode(self, value: Any) -> Encoded:
+        """The driver encodes the parts of its own batches to send them."""
+        self.sent.append(encode(value))
+        return self.sent[-1]
 
     def serve(self) -> None:
         """A step for every line that comes in; what it took goes out as a line of JSON."""
@@ -130,7 +130,7 @@ class Steps:
 
     def step(self) -> dict[str, float]:
         self.number += 1
-        self.puts.clear()
+        self.sent.clear()
         prompts = repeated(self.loader.next_batch(), 1)
         start_s = time.perf_counter()
         step = ppo_step(self.config, self.roles, self.estimator, prompts, self.number)
@@ -139,10 +139,9 @@ class Steps:
         took_s = time.perf_counter() - start_s
         num_tokens = sum(step.estimated.lengths)
         num_new = num_tokens - sum(map(len, prompts.non_tensor_batch["raw_prompt_ids"]))
-        parts = [encode((put.batch, put.non_tensor_batch, put.meta_info)) for put in self.puts]
         return {
             "step_s": took_s,
-            "stored_bytes": sum(bytes_of_replies(call) for call in calls_of(step)) + sum(p.num_bytes for p in parts),
+            "stored_bytes": sum(map(bytes_of_replies, calls_of(step))) + sum(part.num_bytes for part in self.sent),
             "real_bytes": num_tokens * BYTES_PER_ID + num_new * BYTES_PER_NUMBER * NUMBERS_PER_TOKEN,
             "mean_new_tokens": num_new / NUM_ROWS,
         }
@@ -154,9 +153,10 @@ def calls_of(step: StepCalls) -> list[CallFuture]:
 
 def bytes_of_replies(future: CallFuture) -> int:
     """What the ranks stored as their results, whether it lies in the object store or in the reply."""
-    batches = [reply.batch for call in future.calls for reply in call.replies(None) if reply.batch is not None]
-    columns = [column for batch in batches for column in batch.columns.values()]
-    return sum((column if isinstance(column, Encoded) else ray.get(column)).num_bytes for column in columns)
+    replies = [reply for call in future.calls for reply in call.replies(None) if reply.header is not None]
+    small = [column for reply in replies for column in reply.header.small.values()]
+    large = [column for reply in replies if reply.header.large for column in ray.get(reply.stored).values()]
+    return sum(column.num_bytes for column in (*small, *large))
 
 
 # All of them
@@ -164,7 +164,8 @@ def bytes_of_replies(future: CallFuture) -> int:
 
 def start(source: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_WAIT_POLICY": "PASSIVE", "RAY_DEDUP_LOGS": "0"}
-    command = [sys.executable, __file__, "--serve"]
+    script = source.parent / "benchmarks" / Path(__file__).name  # a checkout's own, for its own functions
+    command = [sys.executable, str(script), "--serve"]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
