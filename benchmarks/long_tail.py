@@ -11,8 +11,8 @@ rank) and all that the driver puts there (its batches, encoded). They are compar
 columns: 8 for each token id, and 4 for each response token's old and reference log-prob, value, advantage and return.
 Goal: at most 1.5x.
 
-With `--baseline` both checkouts take steps in turn, each by its own copy of this script and in a Ray of its own, so that
-whatever else the machine does falls on both alike. The first step of each is not counted.
+With `--baseline` both checkouts take steps in turn, each by its own copy of this script and in a Ray of its own, so
+that whatever else the machine does falls on both alike. The first step of each is not counted.
 """
 
 from __future__ import annotations
