@@ -21,13 +21,13 @@ from rolepool.protocol import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
-    pad_rows,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
     unpad_dataproto,
 )
-from rolepool.protocol.columns import same_tensor, same_value
+from rolepool.protocol.batching import pad_rows
+from rolepool.protocol.columns import same_value
 from rolepool.protocol.ragged import flat_values, is_ragged, pad_ragged, ragged, rows_of_responses, split_tokens, unpad
 
 settings.register_profile("few", max_examples=40, deadline=None)
@@ -598,9 +598,9 @@ def test_files_that_are_not_batches_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_count_as_equal_by_value_with_nan_and_signed_zero() -> None:
-    assert same_tensor(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
-    assert not same_tensor(torch.tensor([1.0]), torch.tensor([1]))
-    assert not same_tensor(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert same_value(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
+    assert not same_value(torch.tensor([1.0]), torch.tensor([1]))
+    assert not same_value(torch.tensor([1.0]), torch.tensor([2.0]))
 
 
 # --- ragged columns -----------------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ def test_padding_puts_every_row_at_the_side_that_is_asked_for(side: Any, lengths
         zeros = [0] * (width - len(expected))
         assert row == ([*expected.tolist(), *zeros] if side == "right" else [*zeros, *expected.tolist()])
     if side == "right":
-        assert same_tensor(unpad(padded, torch.tensor(lengths)), column)
+        assert same_value(unpad(padded, torch.tensor(lengths)), column)
 
 
 def test_a_row_that_is_wider_than_asked_for_is_refused() -> None:

@@ -1,9 +1,8 @@
-"""Results of calls: what a rank replies, the batch that the replies make up, and the future of it.
+"""Results of calls: what a rank replies, the batch that consists of the replies, and the future of this batch.
 
-A rank's resulting batch is described by a small header in its reply; large columns are stored beside it, and whoever
-reads them fetches them from there. So this module can join, choose and reorder rows and keys of a result without
-touching its data. How a call is waited for and how stored columns are fetched belongs to `rolepool.cluster`, which
-passes in a `Pending`.
+The reply of a rank describes its batch by a small header. Large columns are stored separately, and a process that reads
+them fetches them. So this module can join, select and reorder rows and keys of a result without moving its data. How
+to wait for a call and how to fetch stored columns is known to `rolepool.cluster`, which passes in a `Pending`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Reply(NamedTuple):
 
 
 def reply_with(span: Span, result: Any) -> tuple[Reply, dict[str, Encoded] | None]:
-    """The reply for a result, and the columns that are to be stored beside it."""
+    """The reply for a result, and the large columns, which must be stored."""
     if not isinstance(result, DataProto):
         return Reply(span, None if result is None else encode(result)), None
     columns = {key: encode(column) for key, column in result.columns().items()}
@@ -93,28 +92,26 @@ def headers_of(replies: Iterable[Reply]) -> list[BatchHeader]:
     headers = []
     for reply in replies:
         if reply.header is None:
-            kind = "None" if reply.value is None else type(reply.value.decode()).__name__
-            raise DataError(f"{reply.maker} returned {kind}, and a batch is needed")
+            kind = "None" if reply.value is None else f"a {type(reply.value.decode()).__name__}"
+            raise DataError(f"{reply.maker} returned {kind}; it must return a DataProto")
         headers.append(reply.header)
     return headers
 
 
 def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
-    """These rows (None: all) of the batch whose parts the replies are. Only the parts that hold them are fetched."""
+    """These rows (None: all) of the batch that consists of the replies. Only replies with such rows are fetched."""
     headers = headers_of(replies)
     ends = np.cumsum([header.num_rows for header in headers])
     rows = np.arange(ends[-1]) if rows is None else rows
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
-        raise DataError(f"rows {rows.min()} to {rows.max()} were asked for, and the batch has {ends[-1]}")
+        raise DataError(f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows")
     part_of_row = np.searchsorted(ends, rows, side="right")
     used = [int(index) for index in np.unique(part_of_row)] or [0]
-    names = [*headers[used[0]].small, *headers[used[0]].large]
-    for index in used:
-        others = [*headers[index].small, *headers[index].large]
-        if set(others) != set(names):
-            makers = replies[used[0]].maker, replies[index].maker
-            raise DataError(f"{makers[0]} returned the keys {sorted(names)}, {makers[1]} {sorted(others)}")
-    names = [name for name in names if keys is None or name in keys]
+    all_names = {index: [*headers[index].small, *headers[index].large] for index in used}
+    if len(set(map(frozenset, all_names.values()))) > 1:
+        shown = "; ".join(f"{replies[index].maker}: {sorted(names)}" for index, names in all_names.items())
+        raise DataError(f"the ranks returned batches with different keys: {shown}")
+    names = [name for name in all_names[used[0]] if keys is None or name in keys]
     with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
     stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
     parts = []
@@ -131,7 +128,7 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
-    """The rows with these numbers; without a copy if they are consecutive."""
+    """The rows with these numbers. They are not copied if they are consecutive."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_range else batch[rows]
     return picked
@@ -252,18 +249,19 @@ class DataProtoFuture(CallFuture):
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
         """These keys only."""
         wanted = frozenset(keys)
-        return self._with(replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes)
+        stripes = [replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes]
+        return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
         """With the keys of another batch of as many rows. If both have a key, the other batch's column is used."""
-        return self._with((*self.stripes, *stripes_of(other)))
+        return DataProtoFuture(self.calls, (*self.stripes, *stripes_of(other)))
 
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
-        order = np.asarray(indices, dtype=np.int64)
-        return self._with(
-            replace(stripe, order=order if stripe.order is None else stripe.order[order]) for stripe in self.stripes
-        )
+        rows = np.asarray(indices, dtype=np.int64)
+        orders = [rows if stripe.order is None else stripe.order[rows] for stripe in self.stripes]
+        stripes = [replace(stripe, order=order) for stripe, order in zip(self.stripes, orders, strict=True)]
+        return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """As many parts of equal size. Waits for the header, to know the number of rows."""
@@ -278,9 +276,6 @@ class DataProtoFuture(CallFuture):
         if not futures or not all(future._is_plain for future in futures):
             raise DataError("only futures as calls returned them can be concatenated; get() the others first")
         return DataProtoFuture([call for future in futures for call in future.calls])
-
-    def _with(self, stripes: Iterable[Stripe]) -> DataProtoFuture:
-        return DataProtoFuture(self.calls, stripes)
 
 
 def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:

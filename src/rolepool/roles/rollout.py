@@ -16,8 +16,8 @@ from torch import nn
 from rolepool.config import Config
 from rolepool.models.sharding import whole_parameters
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.parts import part
 from rolepool.protocol.ragged import ragged
+from rolepool.protocol.worker import part
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import load_policy_of, remedies
 from rolepool.rollout.decoder import refuse_unknown

@@ -22,7 +22,8 @@ from rolepool.models.training import TrainedModel, model_utilization
 from rolepool.placement import Role
 from rolepool.placement.estimate import shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
-from rolepool.protocol import IS_PADDING_KEY, DataProto, Dispatch, register
+from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, flat_values, is_ragged, lengths_of
 from rolepool.roles.model_role import MicroBatches, ModelRole
 
