@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from rolepool.errors import DataError
 from rolepool.protocol import columns as operations
-from rolepool.protocol.columns import Arrays, Columns, RowIndexError
+from rolepool.protocol.columns import Arrays, Columns
 from rolepool.protocol.encoding import Encoded, encode, load_parts, save_parts
 from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, num_bytes, pad_ragged, split_tokens
 
@@ -86,7 +86,9 @@ class DataProto:
         Non-tensors that are not arrays (usually lists) become 1-d object arrays with one entry per row.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
-            raise DataError(f"num_batch_dims is {num_batch_dims}; it must be 1 or more, and 1 if there are non-tensors")
+            raise DataError(
+                f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors or ())}"
+            )
         batch = None
         if tensors:
             _check_tensors(tensors)
@@ -109,8 +111,7 @@ class DataProto:
         """A batch of tensors and arrays. If `batch_size` is None, it has no tensors."""
         tensors = {key: column for key, column in columns.items() if isinstance(column, torch.Tensor)}
         arrays = {key: column for key, column in columns.items() if key not in tensors}
-        batch = None if batch_size is None else TensorDict(tensors, batch_size, device=device)
-        return cls(batch, arrays, meta_info)
+        return cls(None if batch_size is None else TensorDict(tensors, batch_size, device=device), arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -174,17 +175,14 @@ class DataProto:
     def like(self, columns: Columns, num_rows: int, meta_info: dict[str, Any] | None = None) -> DataProto:
         """A batch with other columns and that many rows. Its type, device and meta_info are those of this batch."""
         meta_info = dict(self.meta_info) if meta_info is None else meta_info
-        if self.batch is None:
-            return type(self).from_columns(columns, None, meta_info)
-        batch_size = [num_rows, *self.batch.batch_size[1:]]
-        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device)
+        batch_size = None if self.batch is None else [num_rows, *self.batch.batch_size[1:]]
+        return type(self).from_columns(columns, batch_size, meta_info, self.batch.device if batch_size else None)
 
     def check_consistency(self) -> None:
         """Raise a DataError that names the keys if the parts do not have the same rows or hold the wrong types."""
         if self.batch is not None:
             if not isinstance(self.batch, TensorDictBase) or not self.batch.batch_size:
-                kind = type(self.batch).__name__
-                raise DataError(f"batch is a {kind}; it must be a TensorDict with a batch dimension (see from_dict)")
+                raise DataError(f"batch is a {type(self.batch).__name__}, not a TensorDict with rows (see from_dict)")
             _check_tensors(self.batch)
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
@@ -215,17 +213,13 @@ class DataProto:
             item = item.item()
         if type(item) is not int:
             return self.select_idxs(item)
-        if not -len(self) <= item < len(self):
-            raise RowIndexError(f"the batch has {len(self)} rows; there is no row {item}")
-        row = item % len(self)
+        row = int(torch.arange(len(self))[operations.rows_of([item], len(self))])
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
         values = {key: flat_values(column) if key in ragged else column[0] for key, column in columns.items()}
         objects = {key: values.pop(key) for key in self.non_tensor_batch}
-        batch = None
-        if self.batch is not None:
-            batch = TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
-        return DataProtoItem(batch, objects, dict(self.meta_info), ragged)
+        inner = None if self.batch is None else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
+        return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[row] for row in range(len(self)))
@@ -242,11 +236,10 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` parts, in order, of one size; if padding is enabled, sizes that differ by one are possible."""
-        if chunks < 1:
-            raise DataError(f"a batch cannot be split into {chunks} chunks")
+        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+            fix = "pad it with pad_dataproto_to_divisor, or enable auto_padding"
+            raise DataError(f"{len(self)} rows cannot be split into {chunks} equal parts; {fix}")
         size, rest = divmod(len(self), chunks)
-        if rest and not self.is_padding_enabled():
-            raise DataError(f"{len(self)} rows cannot be split into {chunks} equal parts (pad_dataproto_to_divisor)")
         edges = [i * size + min(i, rest) for i in range(chunks + 1)]
         return [self.slice(start, end) for start, end in itertools.pairwise(edges)]
 
@@ -268,7 +261,7 @@ class DataProto:
         counts = torch.as_tensor(repeat_times).cpu()
         if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
             given = operations.describe(counts)
-            raise DataError(f"sample_level_repeat takes {len(self)} integers, the counts of the rows, not {given}")
+            raise DataError(f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
 
     def reorder(self, indices: Any) -> None:
@@ -297,23 +290,16 @@ class DataProto:
         """
         if not data:
             raise DataError("nothing to concatenate: the list of batches is empty")
-        first = data[0]
-        for i, other in enumerate(data):
-            if other._keys() != first._keys() or (other.batch is None) != (first.batch is None):
-                raise DataError(f"batches 0 and {i} have different keys: {first._keys()} and {other._keys()}")
-        inner = {tuple(part.batch.batch_size[1:]) for part in data if part.batch is not None}
-        if len(inner) > 1:
-            raise DataError(f"the batches differ in the batch dimensions after the first: {sorted(inner)}")
+        forms = [(part._keys(), None if part.batch is None else part.batch.batch_size[1:]) for part in data]
+        for i, form in enumerate(forms):
+            if form != forms[0]:
+                raise DataError(f"batches 0 and {i} have different keys or batch dimensions: {forms[0]}, {form}")
         meta_info = operations.merge_meta_info([part.meta_info for part in data])
         columns = operations.join_rows([part.columns() for part in data])
-        return first.like(columns, sum(map(len, data)), meta_info)
+        return data[0].like(columns, sum(map(len, data)), meta_info)
 
     def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Any = None
     ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows, for `epochs` epochs. Rows are in order unless they are shuffled.
 
@@ -349,13 +335,10 @@ class DataProto:
     ) -> DataProto:
         """Remove these keys from this batch and return a batch of them. None removes nothing. Changes this batch."""
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
-        for part, keys in (
-            (self.batch, batch_keys),
-            (self.non_tensor_batch, non_tensor_batch_keys),
-            (self.meta_info, meta_info_keys),
-        ):
-            for key in _as_list(keys):
-                del part[key]
+        parts = (self.batch, popped.batch), (self.non_tensor_batch, popped.non_tensor_batch)
+        for source, taken in (*parts, (self.meta_info, popped.meta_info)):
+            for key in taken.keys() if taken is not None else ():
+                del source[key]
         return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
@@ -400,17 +383,15 @@ class DataProto:
         columns = self.columns()
         if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
             prompts, responses = split_tokens(columns)
-            ids = (
-                pad_ragged(prompts, prompt_width, side="left", value=pad_token_id),
-                pad_ragged(responses, response_width, value=pad_token_id),
-            )
+            prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
+            response_ids = pad_ragged(responses, response_width, value=pad_token_id)
             prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
             response_mask = pad_ragged(torch.ones_like(responses), response_width)
             attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
             position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-            columns |= {"prompts": ids[0], "responses": ids[1], INPUT_IDS: torch.cat(ids, dim=1)}
+            columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
+            columns |= {"prompts": prompt_ids, "responses": response_ids, "response_mask": response_mask.long()}
             columns |= {"attention_mask": attention_mask, "position_ids": position_ids}
-            columns["response_mask"] = response_mask.long()
         padded = {key: pad_ragged(one, response_width) if is_ragged(one) else one for key, one in columns.items()}
         return self.like(padded, len(self))
 

@@ -19,6 +19,7 @@ Does not know Ray, or what the tensors mean.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
@@ -148,7 +149,6 @@ class _PrivateMapping(mmap.mmap):
 
 
 _living: weakref.WeakSet[_PrivateMapping] = weakref.WeakSet()
-_known_paths: dict[tuple[int, int], str] = {}  # where a file can be opened; "" if nowhere
 
 # A shared mapping of a file, as a line of /proc/self/maps, which has thousands of lines in a process that uses CUDA.
 _SHARED_LINE = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*)", re.MULTILINE)
@@ -215,11 +215,10 @@ def _memory_at(low: int, high: int) -> _SharedMemory | None:
     return None
 
 
+@functools.cache  # searching all processes takes milliseconds
 def _path_of(memory: _SharedMemory) -> str:
-    """Where the mapped file, which has no name any more, can be opened: "" if nowhere."""
-    if memory.file not in _known_paths:
-        _known_paths[memory.file] = next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
-    return _known_paths[memory.file]
+    """Where the mapped file, which has no name any more, can be opened. It is "" if that is not possible."""
+    return next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
 
 
 def _file_at(path: str | int) -> tuple[int, int] | None:
@@ -260,16 +259,15 @@ def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, A
         "meta_info": _as_json(meta_info, "meta_info"),
     }
     tensors: dict[str, torch.Tensor] = {}
-    for key, column in columns.items():
+    for key, column in {**columns, **arrays}.items():
         if is_ragged(column):
             tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"] = ragged_parts(column)
-        else:
+        elif isinstance(column, torch.Tensor):
             tensors[f"batch/{key}"] = column
-    for key, array in arrays.items():
-        if array.dtype.kind in "biuf":
-            tensors[f"arrays/{key}"] = torch.from_numpy(array)
+        elif column.dtype.kind in "biuf":
+            tensors[f"arrays/{key}"] = torch.from_numpy(column)
         else:
-            content["objects"][key] = _as_json(array.tolist(), f"non_tensor_batch[{key!r}]")
+            content["objects"][key] = _as_json(column.tolist(), f"non_tensor_batch[{key!r}]")
     # Copies, because safetensors refuses two tensors in one storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     path = Path(filepath)

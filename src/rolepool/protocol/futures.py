@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
 """Which keys to use; None means all."""
 INLINE_BYTES = 64 * 1024
-"""The smallest columns of a batch travel in its header, up to this size together; the others are stored."""
+"""The smallest columns of a batch are sent in its header, up to this size together; the others are stored."""
 
 
 # --- what a rank replies ------------------------------------------------------------------------------------------
@@ -137,26 +137,15 @@ def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
 # --- futures ------------------------------------------------------------------------------------------------------
 
 
-class Pending(Protocol):
-    """A call that was made on the ranks of a group."""
+Pending = Any
+"""A call that was made on the ranks of a group. `rolepool.cluster` makes it, with these attributes:
 
-    number: int
-
-    @property
-    def what(self) -> str:
-        """The call in words, for errors."""
-
-    def replies(self, timeout_s: float | None) -> list[Reply]:
-        """Wait for the ranks that return a result, in rank order. Raises WorkerError."""
-
-    def spans(self, timeout_s: float | None) -> list[Span]:
-        """Wait for all ranks; what each did."""
-
-    def has_ended(self, within_s: float) -> bool:
-        """Whether every rank has replied or failed."""
-
-    def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
-        """The stored columns of replies."""
+- `number`, and `what`, the call in words for errors;
+- `replies(timeout_s)` waits for the ranks that return a result. The replies are in rank order. Raises WorkerError;
+- `spans(timeout_s)` waits for all ranks and returns their spans;
+- `has_ended(within_s)` says whether every rank has replied or failed;
+- `fetch(replies)` returns the stored columns of replies.
+"""
 
 
 class CallFuture:
@@ -179,7 +168,7 @@ class CallFuture:
         return self.collect(values_of(replies_of(self.calls, timeout_s), self.calls[0].fetch))
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
-        """Wait, and return what every rank did from when to when."""
+        """Wait for every rank, and return the spans of the call: what each rank did, with its start and end."""
         return [span for call in self.calls for span in call.spans(timeout_s)]
 
     def done(self) -> bool:
@@ -194,7 +183,7 @@ class CallFuture:
 class Stripe:
     """Some keys of a batch, for all of its rows. They come from the results of calls or from a batch of the driver.
 
-    `order` chooses and orders the rows.
+    `order` has the numbers of the rows, in their order. None means all rows.
     """
 
     source: tuple[Pending, ...] | DataProto
@@ -202,7 +191,7 @@ class Stripe:
     order: RowNumbers | None = None
 
     def num_rows(self) -> int:
-        """Waits for the headers of the result if nothing else tells the number."""
+        """The number of rows. If only the result tells it, this waits for the headers of the result."""
         if self.order is not None:
             return len(self.order)
         if isinstance(self.source, DataProto):
@@ -233,9 +222,9 @@ class DataProtoFuture(CallFuture):
         return [call for stripe in self.stripes if isinstance(stripe.source, tuple) for call in stripe.source]
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
-        """Wait, fetch (these keys only) and return the batch.
+        """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
-        If the method returned lists, they are joined; if it returned anything else, a list of the results.
+        If the method returned lists, the result is the joined list. If it returned other values, it is a list of them.
         """
         if self._is_plain and any(reply.header is None for reply in replies_of(self.calls, timeout_s)):
             return super().get(timeout_s)
@@ -264,7 +253,7 @@ class DataProtoFuture(CallFuture):
         return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """As many parts of equal size. Waits for the header, to know the number of rows."""
+        """`chunks` parts of equal size. Waits for the result's header to know the number of rows."""
         total = len(self)
         if chunks < 1 or total % chunks:
             raise DataError(f"{total} rows cannot be split into {chunks} equal parts")
@@ -272,7 +261,7 @@ class DataProtoFuture(CallFuture):
 
     @staticmethod
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The rows of all, one after another. They must be results as calls returned them."""
+        """The rows of all futures, one after another. Each must be a future as a call returned it."""
         if not futures or not all(future._is_plain for future in futures):
             raise DataError("only futures as calls returned them can be concatenated; get() the others first")
         return DataProtoFuture([call for future in futures for call in future.calls])
@@ -325,7 +314,7 @@ def intersection(one: Keys, other: Keys) -> Keys:
 
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
-    """These rows (None: all) of those of the keys that the batch has."""
+    """These rows (None means all) of the batch, without columns that are not among the keys."""
     columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
     chosen = batch.like(columns, len(batch))
     has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys

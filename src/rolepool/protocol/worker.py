@@ -143,10 +143,6 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-CollectFn = Callable[[Any, list[Any]], Any]
-
-
 @dataclass(frozen=True)
 class MethodSpec:
     """What `register` stores for a method."""
@@ -155,8 +151,8 @@ class MethodSpec:
     execute: Execute
     blocking: bool
     reads: frozenset[str] | None
-    dispatch_fn: DispatchFn | None = None
-    collect_fn: CollectFn | None = None
+    dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    collect_fn: Callable[[Any, list[Any]], Any] | None = None
 
 
 MARK = "__rolepool_method__"
@@ -190,9 +186,7 @@ def register(
 
     def mark(method: Method) -> Method:
         if "blocking" in inspect.signature(method).parameters:
-            raise DataError(
-                f"{method.__name__} has a parameter named blocking; every call has one already, so rename it"
-            )
+            raise DataError(f"{method.__name__} has a parameter named blocking, which every call takes; rename it")
         setattr(method, MARK, spec)
         return method
 
@@ -269,9 +263,8 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that an allocation failed."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    names_it = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return names_it or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def explain_out_of_memory(who: str, error: BaseException, device: str, remedies: Sequence[str]) -> list[str]:
