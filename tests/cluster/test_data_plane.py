@@ -407,7 +407,7 @@ def test_batches_of_every_rank_are_handed_on_in_a_list(one: RoleProxy, three: Ro
 
 def test_a_future_that_turns_out_not_to_be_a_batch_cannot_be_cut(two: RoleProxy, three: RoleProxy) -> None:
     texts = two.texts(ids(5))
-    with pytest.raises(WorkerError, match=r"two rank 0 \(two\.texts, .*returned list, and a batch .*; in three rank "):
+    with pytest.raises(WorkerError, match=r"two rank 0 \(two\.texts, .*returned a list; it must .*; in three rank "):
         three.read_all(texts)
     assert texts.get() == [f"row {i}" for i in range(5)]
     with pytest.raises(DataError, match=r"two rank 0 \(two\.texts, .*returned a list; it must return a DataProto"):

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from rolepool.errors import DataError
 from rolepool.protocol import columns as operations
-from rolepool.protocol.columns import Arrays, Columns
+from rolepool.protocol.columns import Arrays, Columns, RowIndexError
 from rolepool.protocol.encoding import Encoded, encode, load_parts, save_parts
 from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, num_bytes, pad_ragged, split_tokens
 
@@ -213,7 +213,9 @@ class DataProto:
             item = item.item()
         if type(item) is not int:
             return self.select_idxs(item)
-        row = int(torch.arange(len(self))[operations.rows_of([item], len(self))])
+        if item not in range(-len(self), len(self)):
+            raise RowIndexError(f"the batch has {len(self)} rows; there is no row {item}")
+        row = item % len(self)
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
         values = {key: flat_values(column) if key in ragged else column[0] for key, column in columns.items()}

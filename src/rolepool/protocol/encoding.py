@@ -89,13 +89,9 @@ def encode(value: Any) -> Encoded:
 
     The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the originals change.
     """
-    pickled, buffers = io.BytesIO(), list[Buffer]()
-
-    def keep(buffer: pickle.PickleBuffer) -> None:
-        buffers.append(np.asarray(buffer.raw()))
-
-    _Pickler(pickled, protocol=5, buffer_callback=keep).dump(value)
-    return Encoded(pickled.getvalue(), buffers)
+    pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -162,57 +158,42 @@ def make_private(buffers: Sequence[Buffer]) -> list[Buffer]:
     together, copy-on-write. The others are copied.
     """
     shared = [buffer for buffer in buffers if buffer.nbytes >= MIN_MAPPED_BYTES and not buffer.flags.writeable]
-    low = min(map(_address, shared), default=0) // mmap.PAGESIZE * mmap.PAGESIZE
-    mapped = _copy_on_write(low, shared) if shared else None
-    if mapped is None:
-        return [buffer.copy() for buffer in buffers]
-    places = {id(buffer): _address(buffer) - low for buffer in shared}
-    return [
-        mapped[places[id(buffer)] :][: buffer.nbytes] if id(buffer) in places else buffer.copy() for buffer in buffers
-    ]
+    mapped = dict(zip(map(id, shared), _copy_on_write(shared), strict=True)) if shared else {}
+    return [mapped[id(buffer)] if id(buffer) in mapped else buffer.copy() for buffer in buffers]
 
 
-def _copy_on_write(low: int, buffers: list[Buffer]) -> Buffer | None:
-    """The memory from this address to the end of the last buffer, mapped again; None if that is not possible."""
-    high = max(_address(buffer) + buffer.nbytes for buffer in buffers)
-    memory = _memory_at(low, high)
-    if memory is None:
-        return None
+def _copy_on_write(buffers: list[Buffer]) -> list[Buffer]:
+    """The buffers, mapped again together. If that is not possible, they are copied."""
+    addresses = [buffer.ctypes.data for buffer in buffers]
+    low = min(addresses) // mmap.PAGESIZE * mmap.PAGESIZE
+    high = max(address + buffer.nbytes for address, buffer in zip(addresses, buffers, strict=True))
     try:
-        with Path(_path_of(memory)).open("rb") as file:
-            if _file_at(file.fileno()) != memory.file:
-                raise OSError("its file cannot be opened a second time")
-            mapping = _PrivateMapping(
-                file.fileno(),
-                high - low,
-                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=low - memory.start + memory.offset,
-            )
+        memory = _memory_at(low, high)
+        path, offset = _path_of(memory), low - memory.start + memory.offset
+        if _file_at(path) != memory.file:
+            raise OSError("their file cannot be opened a second time")
+        with Path(path).open("rb") as file:
+            mapping = _PrivateMapping(file.fileno(), high - low, mmap.MAP_PRIVATE | _MAP_NORESERVE, offset=offset)
     except (OSError, ValueError) as error:
-        logger.debug("copying the tensors in %d bytes that cannot be mapped copy-on-write: %s", high - low, error)
-        return None
+        logger.debug("copying %d buffers, because they cannot be mapped copy-on-write: %s", len(buffers), error)
+        return [buffer.copy() for buffer in buffers]
     mapping.memory, mapping.owners = memory, buffers
     _living.add(mapping)
-    return np.frombuffer(mapping, np.uint8)
+    whole = np.frombuffer(mapping, np.uint8)
+    return [whole[address - low :][: buffer.nbytes] for address, buffer in zip(addresses, buffers, strict=True)]
 
 
-def _address(buffer: Buffer) -> int:
-    return int(buffer.__array_interface__["data"][0])
-
-
-def _memory_at(low: int, high: int) -> _SharedMemory | None:
-    """The shared file mapping that contains these addresses, if there is one."""
+def _memory_at(low: int, high: int) -> _SharedMemory:
+    """The shared file mapping that contains these addresses. Raises OSError if there is none."""
     # A private mapping pins its object, so the addresses of the object's memory mean the same file while it lives.
     for mapping in list(_living):
         if mapping.memory.start <= low and high <= mapping.memory.end:
             return mapping.memory
-    maps = Path("/proc/self/maps")
-    for line in _SHARED_LINE.finditer(maps.read_bytes() if maps.exists() else b""):
+    for line in _SHARED_LINE.finditer(Path("/proc/self/maps").read_bytes()):
         start, end, offset, major, minor = (int(part, 16) for part in line.groups()[:5])
         if start <= low and high <= end:
             return _SharedMemory(start, end, offset, (os.makedev(major, minor), int(line[6])))
-    return None
+    raise OSError("they are not in a shared file")
 
 
 @functools.cache  # searching all processes takes milliseconds
@@ -221,10 +202,10 @@ def _path_of(memory: _SharedMemory) -> str:
     return next((path for path in _places_of(memory) if _file_at(path) == memory.file), "")
 
 
-def _file_at(path: str | int) -> tuple[int, int] | None:
-    """The device and inode of the file at a path or of a descriptor."""
+def _file_at(path: str) -> tuple[int, int] | None:
+    """The device and inode of the file at a path, if there is one."""
     try:
-        found = os.stat(path)  # noqa: PTH116  # it may be a descriptor
+        found = Path(path).stat()
     except OSError:
         return None
     return found.st_dev, found.st_ino
