@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import describe
+from rolepool.protocol.columns import Columns, describe
 from rolepool.protocol.data import DataProto, DataProtoItem
 from rolepool.protocol.ragged import is_ragged, ragged
 
@@ -112,7 +112,7 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def _batch_of_one(item: DataProtoItem) -> DataProto:
-    columns = {key: np.fromiter([value], object) for key, value in item.non_tensor_batch.items()}
+    columns: Columns = {key: np.fromiter([value], object) for key, value in item.non_tensor_batch.items()}
     if item.batch is None:
         return DataProto(None, columns)
     for key, row in item.batch.items():

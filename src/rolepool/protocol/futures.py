@@ -53,8 +53,7 @@ class Reply(NamedTuple):
     @property
     def maker(self) -> str:
         """The process and method that replied, for messages."""
-        span = self.span
-        return f"{span.pool} rank {span.rank} ({span.role}.{span.method}, node {span.node})"
+        return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
 
     def error(self, problem: str) -> WorkerError:
         """An error about the process that replied."""
