@@ -26,7 +26,7 @@ from rolepool.data.demo import make_demo
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Span
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.parts import part, part_times
+from rolepool.protocol.worker import part, part_times
 from rolepool.report.run import read_run
 from rolepool.trainer import rows
 from rolepool.trainer.loop import Observer, Trainer

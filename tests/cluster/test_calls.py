@@ -222,7 +222,7 @@ def test_tensor_parallel_that_does_not_divide_the_pool_is_refused(cluster: Clust
 def test_a_method_that_cannot_be_registered_says_why() -> None:
     with pytest.raises(DataError, match="dispatch_mode is 'all'"):
         register(dispatch_mode="all")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"has \['dispatch_fn'\]; it must have dispatch_fn and collect_fn"):
+    with pytest.raises(DataError, match="or a dict with the functions dispatch_fn and collect_fn"):
         register(dispatch_mode={"dispatch_fn": lambda group: ((), {})})
     with pytest.raises(DataError, match="execute_mode is 'all'"):
         register(execute_mode="all")  # type: ignore[arg-type]

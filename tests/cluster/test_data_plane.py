@@ -320,7 +320,7 @@ def test_operations_leave_the_future_they_are_called_on_as_it_was(two: RoleProxy
 
 def test_operations_that_cannot_be_say_why(two: RoleProxy, one: RoleProxy) -> None:
     made = two.make(ids(4), 2)
-    with pytest.raises(DataError, match="rows 4 to 4 were asked for, and the batch has 4"):
+    with pytest.raises(DataError, match="rows 4 to 4 were requested, but the batch has 4 rows"):
         made.reorder([4]).get()
     with pytest.raises(DataError, match="4 rows cannot be split into 3 equal parts"):
         made.chunk(3)
@@ -407,8 +407,8 @@ def test_batches_of_every_rank_are_handed_on_in_a_list(one: RoleProxy, three: Ro
 
 def test_a_future_that_turns_out_not_to_be_a_batch_cannot_be_cut(two: RoleProxy, three: RoleProxy) -> None:
     texts = two.texts(ids(5))
-    with pytest.raises(WorkerError, match=r"two rank 0 \(two\.texts, .*returned list, and a batch .*; in three rank "):
+    with pytest.raises(WorkerError, match=r"two rank 0 \(two\.texts, .*returned a list; it must .*; in three rank "):
         three.read_all(texts)
     assert texts.get() == [f"row {i}" for i in range(5)]
-    with pytest.raises(DataError, match=r"two rank 0 \(two\.texts, .*returned list, and a batch is needed"):
+    with pytest.raises(DataError, match=r"two rank 0 \(two\.texts, .*returned a list; it must return a DataProto"):
         texts.select(["a"]).get()

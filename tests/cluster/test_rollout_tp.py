@@ -17,7 +17,7 @@ from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.columns import same_tensor
+from rolepool.protocol.columns import same_value
 from rolepool.protocol.ragged import flat_values, lengths_of
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import Setup
@@ -103,7 +103,7 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
         inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
         assert distance(actor, inside) < TOLERANCE
         assert distance(actor, across) < TOLERANCE
-        assert same_tensor(inside.batch["input_ids"], across.batch["input_ids"])
+        assert same_value(inside.batch["input_ids"], across.batch["input_ids"])
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_without_the_capability_to_open_its_own_mappings_a_process_goes_through_
 ) -> None:
     places = encoding._places_of
     monkeypatch.setattr(encoding, "_places_of", lambda mapping: (p for p in places(mapping) if "map_files" not in p))
-    encoding._known_paths.clear()
+    encoding._path_of.cache_clear()
     reference = ray.put(DataProto.from_dict({"x": torch.zeros(MIB)}))
     mappings = plasma_mappings()
     received = ray.get(reference)

@@ -17,8 +17,14 @@ from rolepool.data.demo import make_demo
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
-from rolepool.protocol.worker import WorkerContext, made_in
+from rolepool.protocol.worker import (
+    WorkerContext,
+    explain_out_of_memory,
+    free_bytes,
+    is_out_of_memory,
+    made_in,
+    wanted_bytes,
+)
 from rolepool.roles.actor import Actor
 from rolepool.roles.critic import Critic
 from rolepool.roles.model_role import Setup

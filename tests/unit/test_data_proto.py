@@ -21,13 +21,13 @@ from rolepool.protocol import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
-    pad_rows,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
     unpad_dataproto,
 )
-from rolepool.protocol.columns import same_tensor, same_value
+from rolepool.protocol.batching import pad_rows
+from rolepool.protocol.columns import same_value
 from rolepool.protocol.ragged import flat_values, is_ragged, pad_ragged, ragged, rows_of_responses, split_tokens, unpad
 
 settings.register_profile("few", max_examples=40, deadline=None)
@@ -120,7 +120,7 @@ def test_a_tensordict_with_objects_is_split_into_the_parts() -> None:
         (lambda: DataProto.from_dict({"a": torch.zeros(())}), r"'a': \(\)"),
         (lambda: DataProto.from_dict({"a": [1, 2]}), r"batch\['a'\] is a list"),
         (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}), r"non_tensor_batch\['n'\] has 1 rows.* 3"),
-        (lambda: DataProto.from_dict(non_tensors={"m": [1], "n": [1, 2]}), r"'n'\] has 2 rows, but 'm' has 1"),
+        (lambda: DataProto.from_dict(non_tensors={"m": [1], "n": [1, 2]}), r"'n'\] has 2 rows, not 1: .*'m'"),
         (lambda: DataProto.from_dict({"a": torch.zeros(3)}, {"n": [1]}, num_batch_dims=2), r"\['n'\]"),
         (lambda: DataProto.from_single_dict({"a": "text"}), "'a': 'str'"),
         (lambda: DataProto(batch={"a": 1}), "batch is a dict"),
@@ -259,7 +259,7 @@ def test_jagged_columns_with_the_same_lengths_stay_combinable_through_all_row_op
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    with pytest.raises(DataError, match=r"batches 0 and 1 .*\['a'\] and \['b'\]"):
+    with pytest.raises(DataError, match=r"batches 0 and 1 .*\['a'\].*\['b'\]"):
         DataProto.concat([DataProto.from_dict({"a": torch.ones(1)}), DataProto.from_dict({"b": torch.ones(1)})])
     with pytest.raises(DataError, match=r"'a' cannot be concatenated: float32\[1, 2\].*float32\[1, 3\]"):
         DataProto.concat([DataProto.from_dict({"a": torch.ones(1, n)}) for n in (2, 3)])
@@ -322,11 +322,11 @@ def test_rename_changes_the_batch_and_can_swap() -> None:
     assert list(data.rename("labels", "names").non_tensor_batch) == ["scores", "names"]
     data.rename(["x", "half"], ["half", "x"])
     assert data.batch["x"].dtype == torch.bfloat16
-    with pytest.raises(DataError, match=r"\['jagged'\]"):
+    with pytest.raises(DataError, match=r"renamed to \['jagged'\]"):
         data.rename("x", "jagged")
     with pytest.raises(DataError, match=r"no keys \['nothing'\]"):
         data.rename("nothing", "y")
-    with pytest.raises(DataError, match="1 old keys"):
+    with pytest.raises(DataError, match=r"\['x'\] cannot be renamed to \['a', 'b'\]"):
         data.rename("x", ["a", "b"])
 
 
@@ -385,10 +385,9 @@ def test_padding_and_unpadding_is_the_identity(num_rows: int, divisor: int) -> N
 def test_an_empty_batch_needs_no_padding_to_any_divisor() -> None:
     data = batch(3)[:0]
     assert pad_dataproto_to_divisor(data, 4) == (data, 0)
-    with pytest.raises(DataError, match="no row to pad with"):
-        data.padding(1)
-    with pytest.raises(DataError, match="no row to pad with"):
-        pad_rows(data, 1)
+    for pad in (data.padding, lambda num_rows: pad_rows(data, num_rows)):
+        with pytest.raises(DataError, match="1 rows of padding cannot be appended to 0 rows"):
+            pad(1)
     with pytest.raises(DataError, match=r"4 rows of padding .* 3 rows"):
         unpad_dataproto(batch(3), 4)
 
@@ -454,7 +453,7 @@ def test_folding_and_unfolding_is_the_identity() -> None:
     assert_same(unfold_batch_dim(folded), data)
     with pytest.raises(DataError, match="6 rows cannot be folded into 4"):
         fold_batch_dim(data, 4)
-    with pytest.raises(DataError, match=r"ragged.*\['jagged'\]"):
+    with pytest.raises(DataError, match="'jagged': 'ragged int64"):
         fold_batch_dim(batch(6), 3)
     with pytest.raises(DataError, match="'half'"):
         unfold_batch_dim(data, 2)
@@ -598,9 +597,9 @@ def test_files_that_are_not_batches_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_count_as_equal_by_value_with_nan_and_signed_zero() -> None:
-    assert same_tensor(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
-    assert not same_tensor(torch.tensor([1.0]), torch.tensor([1]))
-    assert not same_tensor(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert same_value(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, -0.0]))
+    assert not same_value(torch.tensor([1.0]), torch.tensor([1]))
+    assert not same_value(torch.tensor([1.0]), torch.tensor([2.0]))
 
 
 # --- ragged columns -----------------------------------------------------------------------------------------------
@@ -645,7 +644,7 @@ def test_padding_puts_every_row_at_the_side_that_is_asked_for(side: Any, lengths
         zeros = [0] * (width - len(expected))
         assert row == ([*expected.tolist(), *zeros] if side == "right" else [*zeros, *expected.tolist()])
     if side == "right":
-        assert same_tensor(unpad(padded, torch.tensor(lengths)), column)
+        assert same_value(unpad(padded, torch.tensor(lengths)), column)
 
 
 def test_a_row_that_is_wider_than_asked_for_is_refused() -> None:

@@ -20,8 +20,16 @@ from rolepool.placement.advice import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged
-from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
-from rolepool.protocol.worker import Worker, WorkerContext, made_in
+from rolepool.protocol.worker import (
+    Worker,
+    WorkerContext,
+    explain_out_of_memory,
+    free_bytes,
+    is_out_of_memory,
+    made_in,
+    show_bytes,
+    wanted_bytes,
+)
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
 from rolepool.roles.ref import Reference

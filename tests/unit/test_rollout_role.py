@@ -14,7 +14,7 @@ from rolepool.data.demo import Demo, make_demo
 from rolepool.errors import DataError, RolepoolError
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol import DataProto
-from rolepool.protocol.columns import same_tensor
+from rolepool.protocol.columns import same_value
 from rolepool.protocol.ragged import flat_values, lengths_of, split_tokens
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
@@ -89,7 +89,7 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
     assert torch.equal(lengths_of(response_tokens), num_response)
     with_log_probs = make_rollout(demo, "cpu", "actor_rollout_ref.rollout.calculate_log_probs=true")
     both = with_log_probs.generate_sequences(asked)
-    assert same_tensor(both.batch["input_ids"], sampled.batch["input_ids"])
+    assert same_value(both.batch["input_ids"], sampled.batch["input_ids"])
     assert torch.equal(lengths_of(both.batch["rollout_log_probs"]), num_response)
     assert both.batch["rollout_log_probs"].dtype == torch.float32
 

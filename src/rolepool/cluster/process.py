@@ -39,11 +39,18 @@ from rolepool.placement.inventory import detect_gpu_memory
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import Reply, reply_with
-from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
-from rolepool.protocol.parts import part, part_times
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
-from rolepool.protocol.random_state import random_state, set_random_state
-from rolepool.protocol.worker import Worker, WorkerContext, made_in
+from rolepool.protocol.worker import (
+    Worker,
+    WorkerContext,
+    explain_out_of_memory,
+    is_out_of_memory,
+    made_in,
+    part,
+    part_times,
+    random_state,
+    set_random_state,
+)
 
 logger = logging.getLogger(__name__)
 

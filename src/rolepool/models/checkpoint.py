@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from rolepool.errors import ConfigError, RolepoolError, explained
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
-from rolepool.protocol.random_state import random_state, set_random_state
+from rolepool.protocol.worker import random_state, set_random_state
 
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""

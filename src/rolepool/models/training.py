@@ -20,7 +20,7 @@ from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import shard, whole
 from rolepool.placement.models import ModelShape
-from rolepool.protocol.parts import part
+from rolepool.protocol.worker import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""

@@ -1,16 +1,15 @@
-"""Results of calls: what a rank replies, the batch that the replies make up, and the future of it.
+"""Results of calls: what a rank replies, the batch that consists of the replies, and the future of this batch.
 
-A rank's resulting batch is described by a small header in its reply; large columns are stored beside it, and whoever
-reads them fetches them from there. So this module can join, choose and reorder rows and keys of a result without
-touching its data. How a call is waited for and how stored columns are fetched belongs to `rolepool.cluster`, which
-passes in a `Pending`.
+The reply of a rank describes its batch by a small header. Large columns are stored separately, and a process that reads
+them fetches them. So this module can join, select and reorder rows and keys of a result without moving its data. How
+to wait for a call and how to fetch stored columns is known to `rolepool.cluster`, which passes in a `Pending`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
 """Which keys to use; None means all."""
 INLINE_BYTES = 64 * 1024
-"""The smallest columns of a batch travel in its header, up to this size together; the others are stored."""
+"""The smallest columns of a batch are sent in its header, up to this size together; the others are stored."""
 
 
 # --- what a rank replies ------------------------------------------------------------------------------------------
@@ -54,8 +53,7 @@ class Reply(NamedTuple):
     @property
     def maker(self) -> str:
         """The process and method that replied, for messages."""
-        span = self.span
-        return f"{span.pool} rank {span.rank} ({span.role}.{span.method}, node {span.node})"
+        return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
 
     def error(self, problem: str) -> WorkerError:
         """An error about the process that replied."""
@@ -64,7 +62,7 @@ class Reply(NamedTuple):
 
 
 def reply_with(span: Span, result: Any) -> tuple[Reply, dict[str, Encoded] | None]:
-    """The reply for a result, and the columns that are to be stored beside it."""
+    """The reply for a result, and the large columns, which must be stored."""
     if not isinstance(result, DataProto):
         return Reply(span, None if result is None else encode(result)), None
     columns = {key: encode(column) for key, column in result.columns().items()}
@@ -93,28 +91,26 @@ def headers_of(replies: Iterable[Reply]) -> list[BatchHeader]:
     headers = []
     for reply in replies:
         if reply.header is None:
-            kind = "None" if reply.value is None else type(reply.value.decode()).__name__
-            raise DataError(f"{reply.maker} returned {kind}, and a batch is needed")
+            kind = "None" if reply.value is None else f"a {type(reply.value.decode()).__name__}"
+            raise DataError(f"{reply.maker} returned {kind}; it must return a DataProto")
         headers.append(reply.header)
     return headers
 
 
 def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
-    """These rows (None: all) of the batch whose parts the replies are. Only the parts that hold them are fetched."""
+    """These rows (None: all) of the batch that consists of the replies. Only replies with such rows are fetched."""
     headers = headers_of(replies)
     ends = np.cumsum([header.num_rows for header in headers])
     rows = np.arange(ends[-1]) if rows is None else rows
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:
-        raise DataError(f"rows {rows.min()} to {rows.max()} were asked for, and the batch has {ends[-1]}")
+        raise DataError(f"rows {rows.min()} to {rows.max()} were requested, but the batch has {ends[-1]} rows")
     part_of_row = np.searchsorted(ends, rows, side="right")
     used = [int(index) for index in np.unique(part_of_row)] or [0]
-    names = [*headers[used[0]].small, *headers[used[0]].large]
-    for index in used:
-        others = [*headers[index].small, *headers[index].large]
-        if set(others) != set(names):
-            makers = replies[used[0]].maker, replies[index].maker
-            raise DataError(f"{makers[0]} returned the keys {sorted(names)}, {makers[1]} {sorted(others)}")
-    names = [name for name in names if keys is None or name in keys]
+    all_names = {index: [*headers[index].small, *headers[index].large] for index in used}
+    if len(set(map(frozenset, all_names.values()))) > 1:
+        shown = "; ".join(f"{replies[index].maker}: {sorted(names)}" for index, names in all_names.items())
+        raise DataError(f"the ranks returned batches with different keys: {shown}")
+    names = [name for name in all_names[used[0]] if keys is None or name in keys]
     with_stored = [index for index in used if not set(names).isdisjoint(headers[index].large)]
     stored = dict(zip(with_stored, fetch([replies[index] for index in with_stored]), strict=True))
     parts = []
@@ -131,7 +127,7 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
 
 
 def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
-    """The rows with these numbers; without a copy if they are consecutive."""
+    """The rows with these numbers. They are not copied if they are consecutive."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     picked: DataProto = batch[rows[0] : rows[-1] + 1] if is_range else batch[rows]
     return picked
@@ -140,26 +136,15 @@ def pick_rows(batch: DataProto, rows: RowNumbers) -> DataProto:
 # --- futures ------------------------------------------------------------------------------------------------------
 
 
-class Pending(Protocol):
-    """A call that was made on the ranks of a group."""
+Pending = Any
+"""A call that was made on the ranks of a group. `rolepool.cluster` makes it, with these attributes:
 
-    number: int
-
-    @property
-    def what(self) -> str:
-        """The call in words, for errors."""
-
-    def replies(self, timeout_s: float | None) -> list[Reply]:
-        """Wait for the ranks that return a result, in rank order. Raises WorkerError."""
-
-    def spans(self, timeout_s: float | None) -> list[Span]:
-        """Wait for all ranks; what each did."""
-
-    def has_ended(self, within_s: float) -> bool:
-        """Whether every rank has replied or failed."""
-
-    def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
-        """The stored columns of replies."""
+- `number`, and `what`, the call in words for errors;
+- `replies(timeout_s)` waits for the ranks that return a result. The replies are in rank order. Raises WorkerError;
+- `spans(timeout_s)` waits for all ranks and returns their spans;
+- `has_ended(within_s)` says whether every rank has replied or failed;
+- `fetch(replies)` returns the stored columns of replies.
+"""
 
 
 class CallFuture:
@@ -182,7 +167,7 @@ class CallFuture:
         return self.collect(values_of(replies_of(self.calls, timeout_s), self.calls[0].fetch))
 
     def spans(self, timeout_s: float | None = None) -> list[Span]:
-        """Wait, and return what every rank did from when to when."""
+        """Wait for every rank, and return the spans of the call: what each rank did, with its start and end."""
         return [span for call in self.calls for span in call.spans(timeout_s)]
 
     def done(self) -> bool:
@@ -197,7 +182,7 @@ class CallFuture:
 class Stripe:
     """Some keys of a batch, for all of its rows. They come from the results of calls or from a batch of the driver.
 
-    `order` chooses and orders the rows.
+    `order` has the numbers of the rows, in their order. None means all rows.
     """
 
     source: tuple[Pending, ...] | DataProto
@@ -205,7 +190,7 @@ class Stripe:
     order: RowNumbers | None = None
 
     def num_rows(self) -> int:
-        """Waits for the headers of the result if nothing else tells the number."""
+        """The number of rows. If only the result tells it, this waits for the headers of the result."""
         if self.order is not None:
             return len(self.order)
         if isinstance(self.source, DataProto):
@@ -236,9 +221,9 @@ class DataProtoFuture(CallFuture):
         return [call for stripe in self.stripes if isinstance(stripe.source, tuple) for call in stripe.source]
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
-        """Wait, fetch (these keys only) and return the batch.
+        """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
-        If the method returned lists, they are joined; if it returned anything else, a list of the results.
+        If the method returned lists, the result is the joined list. If it returned other values, it is a list of them.
         """
         if self._is_plain and any(reply.header is None for reply in replies_of(self.calls, timeout_s)):
             return super().get(timeout_s)
@@ -252,21 +237,22 @@ class DataProtoFuture(CallFuture):
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
         """These keys only."""
         wanted = frozenset(keys)
-        return self._with(replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes)
+        stripes = [replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes]
+        return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
         """With the keys of another batch of as many rows. If both have a key, the other batch's column is used."""
-        return self._with((*self.stripes, *stripes_of(other)))
+        return DataProtoFuture(self.calls, (*self.stripes, *stripes_of(other)))
 
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
-        order = np.asarray(indices, dtype=np.int64)
-        return self._with(
-            replace(stripe, order=order if stripe.order is None else stripe.order[order]) for stripe in self.stripes
-        )
+        rows = np.asarray(indices, dtype=np.int64)
+        orders = [rows if stripe.order is None else stripe.order[rows] for stripe in self.stripes]
+        stripes = [replace(stripe, order=order) for stripe, order in zip(self.stripes, orders, strict=True)]
+        return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """As many parts of equal size. Waits for the header, to know the number of rows."""
+        """`chunks` parts of equal size. Waits for the result's header to know the number of rows."""
         total = len(self)
         if chunks < 1 or total % chunks:
             raise DataError(f"{total} rows cannot be split into {chunks} equal parts")
@@ -274,13 +260,10 @@ class DataProtoFuture(CallFuture):
 
     @staticmethod
     def concat(futures: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The rows of all, one after another. They must be results as calls returned them."""
+        """The rows of all futures, one after another. Each must be a future as a call returned it."""
         if not futures or not all(future._is_plain for future in futures):
             raise DataError("only futures as calls returned them can be concatenated; get() the others first")
         return DataProtoFuture([call for future in futures for call in future.calls])
-
-    def _with(self, stripes: Iterable[Stripe]) -> DataProtoFuture:
-        return DataProtoFuture(self.calls, stripes)
 
 
 def stripes_of(batch: DataProto | DataProtoFuture) -> tuple[Stripe, ...]:
@@ -330,7 +313,7 @@ def intersection(one: Keys, other: Keys) -> Keys:
 
 
 def rows_with_keys(batch: DataProto, rows: RowNumbers | None, keys: Keys) -> DataProto:
-    """These rows (None: all) of those of the keys that the batch has."""
+    """These rows (None means all) of the batch, without columns that are not among the keys."""
     columns = {key: column for key, column in batch.columns().items() if keys is None or key in keys}
     chosen = batch.like(columns, len(batch))
     has_no_rows = len(chosen) < len(batch)  # it has arrays only, and none of them is among the keys

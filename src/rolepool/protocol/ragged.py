@@ -1,11 +1,11 @@
 """Ragged columns: rows of different lengths, stored as one flat tensor and the offsets at which rows start.
 
-Owns the one form that such columns have, torch's jagged nested tensors whose second dimension varies, and the step
-from there to padded tensors and back. torch itself can neither slice, index nor join them along rows, and its own
-functions for making and reading them take ten times as long as what is done here.
+Owns the one form that such columns have, torch's jagged nested tensors whose second dimension varies, and the
+conversion to padded tensors and back. torch itself can neither slice, index nor join them along rows, and its own
+functions for making and reading them take ten times as long as the functions here.
 
 The tokens of a row are its prompt and its response: the ragged column `input_ids`, with `num_prompt_tokens` of each
-row beside it. Position ids and masks follow from the two, so they do not travel.
+row beside it. Position ids and masks are computed from the two, so they are not sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_ragged(column: object) -> TypeGuard[NestedTensor]:
 
 
 def ragged(values: Tensor, lengths: Tensor) -> Tensor:
-    """The column whose row i has `lengths[i]` of the values, in order."""
+    """The column whose row i has the next `lengths[i]` of the values."""
     return ragged_from_parts(values, offsets_of(lengths.to(values.device)))
 
 
@@ -41,7 +41,7 @@ def ragged_from_parts(values: Tensor, offsets: Tensor) -> Tensor:
 def ragged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """The values of a ragged column, without holes, and its offsets."""
     nested: Any = column
-    if nested._lengths is not None:  # there are holes between its rows, as `torch.nested.narrow` leaves them
+    if nested._lengths is not None:  # `torch.nested.narrow` makes columns with holes between the rows
         nested = nested.contiguous()
     return nested._values, nested._offsets
 
@@ -66,7 +66,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def places_of(offsets: Tensor, rows: builtins.slice | Tensor) -> tuple[builtins.slice | Tensor, Tensor]:
-    """Where the values of these rows are (as a slice if the rows are one), and the offsets of a column of them."""
+    """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a column of them."""
     if isinstance(rows, builtins.slice):
         inside = offsets[rows.start : rows.stop + 1]
         if not len(inside):
@@ -119,23 +119,3 @@ def rows_of_responses(batch: Mapping[str, Any]) -> Sequence[Tensor]:
     """The tokens of each response."""
     _, responses = split_tokens(batch)
     return torch.split(flat_values(responses), lengths_of(responses).tolist())
-
-
-def padded_tokens(
-    batch: Mapping[str, Any], prompt_width: int | None, response_width: int | None, pad_token_id: int
-) -> dict[str, Tensor]:
-    """The columns that code for padded batches reads: prompts padded on the left, responses on the right."""
-    halves = split_tokens(batch)
-    prompts = pad_ragged(halves[0], prompt_width, side="left", value=pad_token_id)
-    responses = pad_ragged(halves[1], response_width, value=pad_token_id)
-    response_mask = _is_real(lengths_of(halves[1]), responses.shape[1], "right").long()
-    prompt_mask = _is_real(lengths_of(halves[0]), prompts.shape[1], "left").long()
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-        "response_mask": response_mask,
-    }

@@ -1,12 +1,17 @@
 """What the author of a role writes: a `Worker`, whose registered methods can be called on its group.
 
-Owns what a role knows about its process, and how a method is registered: which arguments each rank gets, and how the
-results are collected. `rolepool.cluster` runs the calls.
+Owns how a method is registered (which arguments each rank gets, and how the results are collected) and what a role
+knows about the process it runs in: its rank and device, the time that parts of a call take, the memory that is free,
+and the states of the random generators. `rolepool.cluster` runs the calls.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
+import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +19,10 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
+
+import numpy as np
+import psutil
+import torch
 
 from rolepool.errors import DataError
 from rolepool.seeds import derive_seed
@@ -107,7 +116,7 @@ class Worker:
         return self.context.device
 
 
-# Calls
+# --- calls --------------------------------------------------------------------------------------------------------
 
 
 class Dispatch(Enum):
@@ -134,10 +143,6 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-CollectFn = Callable[[Any, list[Any]], Any]
-
-
 @dataclass(frozen=True)
 class MethodSpec:
     """What `register` stores for a method."""
@@ -146,8 +151,8 @@ class MethodSpec:
     execute: Execute
     blocking: bool
     reads: frozenset[str] | None
-    dispatch_fn: DispatchFn | None = None
-    collect_fn: CollectFn | None = None
+    dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    collect_fn: Callable[[Any, list[Any]], Any] | None = None
 
 
 MARK = "__rolepool_method__"
@@ -169,12 +174,11 @@ def register(
     keys are not sent. None means all keys.
     """
     custom: dict[str, Any] = {}
-    if isinstance(dispatch_mode, dict):
-        if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
-            raise DataError(f"dispatch_mode has {sorted(dispatch_mode)}; it must have dispatch_fn and collect_fn")
+    if isinstance(dispatch_mode, dict) and set(dispatch_mode) == {"dispatch_fn", "collect_fn"}:
         custom, dispatch_mode = dispatch_mode, Dispatch.ALL_TO_ALL
     if not isinstance(dispatch_mode, Dispatch):
-        raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be a Dispatch, or a dict of two functions")
+        needed = "a Dispatch, or a dict with the functions dispatch_fn and collect_fn"
+        raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be {needed}")
     if not isinstance(execute_mode, Execute):
         raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
     keys = None if reads is None else frozenset(reads)
@@ -182,9 +186,7 @@ def register(
 
     def mark(method: Method) -> Method:
         if "blocking" in inspect.signature(method).parameters:
-            raise DataError(
-                f"{method.__name__} has a parameter named blocking, which every call takes already; rename it"
-            )
+            raise DataError(f"{method.__name__} has a parameter named blocking, which every call takes; rename it")
         setattr(method, MARK, spec)
         return method
 
@@ -195,3 +197,129 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
     """The methods of a class that its group can call."""
     members = ((name, inspect.getattr_static(worker_class, name)) for name in dir(worker_class))
     return {name: getattr(member, MARK) for name, member in members if hasattr(member, MARK)}
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+class PartTimes(list[tuple[str, Any, Any]]):
+    """The name, start and end of every part of a call that was measured.
+
+    Start and end are seconds, or CUDA events between kernels, so that measuring does not make the host wait for a GPU.
+    """
+
+    def seconds(self) -> tuple[tuple[str, float], ...]:
+        """The seconds of each part, added up. Waits until the GPU has finished."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for name, start, end in self:
+            if isinstance(start, float):
+                totals[name] += end - start
+            else:
+                end.synchronize()
+                totals[name] += start.elapsed_time(end) / 1000
+        return tuple(totals.items())
+
+
+_part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=None)
+
+
+@contextmanager
+def part_times() -> Iterator[PartTimes]:
+    """Record the parts of the call that runs inside the block."""
+    times = PartTimes()
+    token = _part_times.set(times)
+    try:
+        yield times
+    finally:
+        _part_times.reset(token)
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """Count the time inside the block as this part of the call. Outside of a call nothing is recorded."""
+    times = _part_times.get()
+    if times is None:
+        yield
+        return
+    now = _cuda_event if torch.cuda.is_initialized() else time.perf_counter
+    start = now()
+    yield
+    times.append((name, start, now()))
+
+
+def _cuda_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts in a RuntimeError of torch's CPU allocator and of CUDA libraries with their own allocators."""
+_WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that an allocation failed."""
+    names_it = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return names_it or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def explain_out_of_memory(who: str, error: BaseException, device: str, remedies: Sequence[str]) -> list[str]:
+    """Two lines for the user: who asked for how much and how much was free; and what to change, the best first."""
+    wanted = wanted_bytes(error)
+    amount = "more memory" if wanted is None else show_bytes(wanted)
+    place = "in host memory" if device == "cpu" else "on its GPU"
+    advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
+    return [
+        f"{who} is out of memory: it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}",
+        f"{advice} in docs/troubleshooting.md, under Memory",
+    ]
+
+
+def wanted_bytes(error: BaseException) -> int | None:
+    """The size of the allocation that failed, if the error names it."""
+    found = _WANTED.search(str(error))
+    return int(float(found[1]) * 1024 ** "bkmgtpe".index(found[2][0].lower())) if found else None
+
+
+def free_bytes(device: str) -> int:
+    """What this process can still allocate. On a GPU it includes what the allocator caches, within its share."""
+    if device == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction()) - held
+    return max(0, min(free, allowed)) + held - torch.cuda.memory_allocated()
+
+
+def show_bytes(amount: int) -> str:
+    """The amount in its largest unit, such as "1.5 GiB"."""
+    power = min(max(0, amount.bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{amount / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
+
+
+# --- random generators --------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator that a role may use. The GPU's is None if this process does not use a GPU."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a state, also one that was stored as JSON with lists. A GPU's is ignored if there is no GPU."""
+    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])

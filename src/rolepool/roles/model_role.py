@@ -34,7 +34,8 @@ from rolepool.placement.advice import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.placement.roles import ROLE_SPECS, Role
-from rolepool.protocol import IS_PADDING_KEY, DataProto, Dispatch, Worker, register
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
 
 

@@ -18,8 +18,8 @@ from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.parts import part
 from rolepool.protocol.ragged import ragged
+from rolepool.protocol.worker import part
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
-from rolepool.protocol.memory import free_bytes
+from rolepool.protocol.worker import free_bytes
 
 _UNUSED_ROW = [0, -1, 0, 0, 0, 0]
 """State of a row that is not in use: it has ended, and its position is -1."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rolepool.errors import DataError, RolepoolError
 from rolepool.models.packing import on_device
 from rolepool.placement.models import num_positions
-from rolepool.protocol.parts import part
+from rolepool.protocol.worker import part
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
