@@ -196,7 +196,7 @@ def test_a_planned_gpu_that_another_job_holds_is_named_though_others_are_free(ad
         assert gpus == [0]
         with pytest.raises(PlacementError) as caught:
             Cluster(on_gpus({"pair": [2]}), timeout_s=10)
-    assert "pair rank 0 is planned on node 0 GPU 0, and Ray gave node 0 GPU 2" in str(caught.value)
+    assert "pair rank 0 is planned for node 0 GPU 0, but Ray assigned node 0 GPU 2" in str(caught.value)
     assert "GPU 0 is held by another job" in str(caught.value)
     assert re.search(rf"actor Holder \(pid \d+\) of job \w+ \(pid {pid} on ", str(caught.value)), str(caught.value)
     wait_until(lambda: ray.available_resources().get("GPU") == sum(GPUS))
