@@ -231,7 +231,7 @@ def test_a_method_that_cannot_be_registered_says_why() -> None:
 
 
 def test_a_future_that_a_function_of_the_driver_puts_together_cannot_be_handed_on(four: RoleProxy) -> None:
-    with pytest.raises(DataError, match=r"CallFuture of everything\.custom on four.* pass on what its get\(\) returns"):
+    with pytest.raises(DataError, match=r"CallFuture of everything\.custom on four.* pass the result of its get\(\)"):
         four.one_to_all(four.custom(batch_of(4), factor=1))
 
 

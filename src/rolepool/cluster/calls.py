@@ -17,6 +17,7 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
+from rolepool.protocol import futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded, encode
@@ -29,16 +30,6 @@ from rolepool.protocol.futures import (
     Reply,
     RowNumbers,
     Stripe,
-    collect_batches,
-    collect_first,
-    collect_list,
-    gather_rows,
-    headers_of,
-    intersection,
-    join_stripes,
-    rows_with_keys,
-    stripes_of,
-    values_of,
 )
 from rolepool.protocol.worker import Dispatch
 
@@ -144,38 +135,33 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     If `in_lists` is true, every argument is a list with one entry for each part. Otherwise batches are split.
     """
     objects: Objects = []
+    split = (1, 0) if in_lists else (parts, index)
 
     def pack(value: Any) -> Any:
-        if in_lists:
-            return _pack_argument(value[index], objects, reads, 1, 0)
-        return _pack_argument(value, objects, reads, parts, index)
+        value = value[index] if in_lists else value
+        if isinstance(value, DataProto | DataProtoFuture):
+            stripes = [_pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)]
+            return BatchArgument(tuple(stripes), *split)
+        if isinstance(value, CallFuture):
+            if value.collect not in (futures.collect_first, futures.collect_list):
+                raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get()")
+            return ResultArgument(_add_replies(value.calls, objects), value.collect)
+        return value
 
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
     return cloudpickle.dumps(call._replace(args=args, kwargs=kwargs)), objects
 
 
-def _pack_argument(value: Any, objects: Objects, reads: Keys, parts: int, index: int) -> Any:
-    """An argument as it is sent. If it is a batch, only part number `index` of its `parts` parts is sent."""
-    if isinstance(value, DataProto | DataProtoFuture):
-        stripes = [_pack_stripe(stripe, objects, reads, parts, index) for stripe in stripes_of(value)]
-        return BatchArgument(tuple(stripes), parts, index)
-    if isinstance(value, CallFuture):
-        if value.collect not in (collect_first, collect_list):
-            raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get() instead")
-        return ResultArgument(_add_replies(value.calls, objects), value.collect)
-    return value
-
-
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
-    keys = intersection(stripe.keys, reads)
+    keys = futures.intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
         return StripeArgument(_add_replies(stripe.source, objects), None, keys)
     share = Share(stripe.num_rows(), parts, index)
     rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), share.total, keys, rows)
-    batch = rows_with_keys(stripe.source, rows, keys)
+    batch = futures.rows_with_keys(stripe.source, rows, keys)
     batch_size = None if batch.batch is None else batch.batch.batch_size
     encoded = encode((batch.columns(), batch_size, batch.meta_info))
     if encoded.num_bytes <= INLINE_BYTES:
@@ -215,32 +201,36 @@ def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) 
 def _resolve(argument: Any, objects: Sequence[Any], shares: list[Share]) -> Any:
     """An argument's value on this worker. If it is a batch, its share is added to the list."""
     if isinstance(argument, ResultArgument):
-        return argument.collect(values_of(objects[argument.where], fetch_stored))
+        return argument.collect(futures.values_of(objects[argument.where], fetch_stored))
     if not isinstance(argument, BatchArgument):
         return argument
     first = argument.stripes[0]
     if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.source, slice):
         replies = objects[first.source]
         if any(reply.header is None for reply in replies):  # the result is not a batch; use what `get()` returns
-            return collect_batches(values_of(replies, fetch_stored))
-    totals = [
-        stripe.total if stripe.total is not None else sum(one.num_rows for one in headers_of(objects[stripe.source]))
-        for stripe in argument.stripes
-    ]
+            return futures.collect_batches(futures.values_of(replies, fetch_stored))
+    totals = [_total(stripe, objects) for stripe in argument.stripes]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     share = Share(totals[0], argument.parts, argument.part)
     shares.append(share)
-    batch = join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
+    batch = futures.join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
     if share.size and not share.rows:
         return pad_rows(batch, share.size)[1:]
     return pad_rows(batch, share.size - len(share.rows))
 
 
+def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:
+    if stripe.total is not None:
+        return stripe.total
+    assert isinstance(stripe.source, slice)
+    return sum(header.num_rows for header in futures.headers_of(objects[stripe.source]))
+
+
 def _rows_of(stripe: StripeArgument, share: Share, objects: Sequence[Any]) -> DataProto:
     if isinstance(stripe.source, slice):
         rows = share.fetched if stripe.rows is None else stripe.rows
-        return gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
+        return futures.gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
     encoded: Encoded = objects[stripe.source] if isinstance(stripe.source, int) else stripe.source
     return DataProto.from_columns(*encoded.decode())
 
@@ -268,16 +258,14 @@ def without_padding(result: Any, share: Share | None) -> Any:
 def reason_of(error: BaseException) -> str:
     """Ray's message in one line, without its list of possible causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
-    text = " ".join(lines) or str(error)
-    return text.split("Some common causes include")[0].strip()
+    return (" ".join(lines) or str(error)).split("Some common causes include")[0].strip()
 
 
 def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
     """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names the process that made
     them."""
     try:
-        fetched: list[dict[str, Encoded]] = ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S)
-        return fetched
+        return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
         raise lost.error(f"a result of {lost.maker} is lost because its node died") from None

@@ -16,8 +16,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -46,7 +46,7 @@ TOKEN_FIX = (
 )
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster", None]):
     """The processes of a plan. A context manager: at its end it stops every process, and Ray if it started it."""
 
     def __init__(
@@ -91,9 +91,6 @@ class Cluster:
         with suppress(RayError):
             self._cleanup.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -102,8 +99,7 @@ class Monitors:
     """A monitor on each node of the pools. If one fails, there is one warning, and it is not used any more."""
 
     def __init__(self, groups: Mapping[str, WorkerGroup], cleanup: ExitStack) -> None:
-        self._actors: dict[str, Any] = {}
-        self._ahead_s: dict[str, float] = {}
+        self._monitors: dict[str, tuple[Any, float]] = {}
         self._due_s = 0.0
         roles = {name: list(group.roles) for name, group in groups.items()}
         by_node: dict[str, list[Process]] = defaultdict(list)
@@ -113,9 +109,9 @@ class Monitors:
             watched = [Watched(one.pid, one.pool, one.rank, one.gpus[0] if one.gpus else None) for one in there]
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
             actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
-            self._actors[node_id] = actor_class.remote(there[0].address, watched, roles)
-            self._ahead_s[node_id] = there[0].clock_ahead_s
-            cleanup.callback(ray.kill, self._actors[node_id])
+            actor = actor_class.remote(there[0].address, watched, roles)
+            self._monitors[node_id] = actor, there[0].clock_ahead_s
+            cleanup.callback(ray.kill, actor)
 
     def take(self) -> list[dict[str, Any]]:
         """The samples of all monitors since the last call, with times of the driver's clock. Within one interval, only
@@ -124,14 +120,13 @@ class Monitors:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
-        for node_id, actor in list(self._actors.items()):
+        for node_id, (actor, ahead_s) in list(self._monitors.items()):
             try:
                 taken = ray.get(actor.take.remote(), timeout=TAKE_TIMEOUT_S)
+                samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
             except RayError as error:
                 logger.warning("node %s is not monitored any more: %s", node_id, one_line(error))
-                del self._actors[node_id]
-                continue
-            samples.extend({**sample, "time_s": sample["time_s"] - self._ahead_s[node_id]} for sample in taken)
+                del self._monitors[node_id]
         return samples
 
 

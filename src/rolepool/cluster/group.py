@@ -37,12 +37,8 @@ CALL_TIMEOUT_S = 24 * 3600.0
 PING_TIMEOUT_S = 2.0
 
 ActorGoneError = (ActorDiedError, ActorUnavailableError)
-_numbers = itertools.count(1)
-
-
-def next_call_number() -> int:
-    """Calls are numbered in the order they are made, on all groups of this process together."""
-    return next(_numbers)
+next_call_number = itertools.count(1).__next__
+"""Returns the number of a new call. All groups of this process count their calls together."""
 
 
 class WorkerGroup:
@@ -78,10 +74,9 @@ class WorkerGroup:
         self.raise_if_broken()
         queued_s = time.time()
         made = PendingCall(self, role, "__init__")
-        made.all_objects.extend(
-            (process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s), None)
-            for process in self.processes
-        )
+        for process in self.processes:
+            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+            made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
         proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
@@ -119,8 +114,7 @@ class WorkerGroup:
         """The error that a failed call raises: the death or exception that was the first cause of the failure."""
         self.raise_if_broken()
         cause = cause_of(error)
-        known = self.known_failure(cause)
-        if known is not None:
+        if (known := self.known_failure(cause)) is not None:
             return known
         healthy = [group for group in self._all_groups.values() if group._broken is None]
         errors = []
@@ -153,9 +147,6 @@ class WorkerGroup:
         calls = [call for call in (reference() for reference in self.recent) if call is not None]
         answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
         return next((call for call, answer in answers if is_death_of(process, error_of(answer))), None)
-
-    def __repr__(self) -> str:
-        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self.roles) or 'none'}>"
 
 
 @dataclass(eq=False, repr=False)
@@ -275,9 +266,8 @@ class PendingCall:
         return self._wait(timeout_s)[:: self.stride]
 
     def spans(self, timeout_s: float | None) -> list[Span]:
-        return [
-            reply.span.on_clock(self.group.processes[reply.span.rank].clock_ahead_s) for reply in self._wait(timeout_s)
-        ]
+        spans = [reply.span for reply in self._wait(timeout_s)]
+        return [span.on_clock(self.group.processes[span.rank].clock_ahead_s) for span in spans]
 
     def has_ended(self, within_s: float) -> bool:
         ready, _ = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=within_s)
@@ -298,6 +288,8 @@ class PendingCall:
         while self._replies is None:
             try:
                 packed = ray.get(self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
+                self.sources = ()
             except GetTimeoutError:
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
@@ -305,9 +297,6 @@ class PendingCall:
             except RayError as error:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
-            else:
-                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
-                self.sources = ()
         return self._replies
 
 
@@ -335,6 +324,5 @@ def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tupl
     asked = [process.actor.ping.remote() for process in processes]
     ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
-    errors = [error_of(answer) for answer in asked]
-    found = zip(processes, errors, strict=True)
+    found = zip(processes, map(error_of, asked), strict=True)
     return [(process, reason_of(error)) for process, error in found if error and is_death_of(process, error)]

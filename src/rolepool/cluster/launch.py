@@ -135,15 +135,13 @@ def launch(
         num_gpus = 0 if device == "cpu" else pool.share
         actors[name] = [_start(bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
     found = _await_start(actors)
-    processes = {
-        name: _match(name, pool.slots, actors[name], found[name], nodes, device) for name, pool in plan.pools.items()
-    }
+    pools = {name: _match(name, plan.pools[name].slots, actors[name], found[name], nodes, device) for name in actors}
     if plan.mps:
-        _start_mps(plan, processes)
+        _start_mps(plan, pools)
     shares = {name: pool.share for name, pool in plan.pools.items()}
-    _form_pools(shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
-    _measure_clocks([process for members in processes.values() for process in members])
-    return processes
+    _form_pools(shares, pools, "cpu" if device == "cpu" else plan.device, run_seed)
+    _measure_clocks([process for processes in pools.values() for process in processes])
+    return pools
 
 
 def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
@@ -172,8 +170,7 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
             elif highest >= nodes[index].slots(device):
                 problems.append(
                     f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
-                    f"{highest}, and the node has {nodes[index].slots(device)}; lower trainer.n_gpus_per_node, or add "
-                    f"{word}"
+                    f"{highest}; the node has {nodes[index].slots(device)}; lower trainer.n_gpus_per_node or add {word}"
                 )
     for index, node in enumerate(nodes):
         num_processes = sum(pool.counts_by_node.get(index, 0) for pool in plan.pools.values())
@@ -186,9 +183,7 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
         raise PlacementError(problems)
 
 
-def _reserve(
-    plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack
-) -> dict[Slot, PlacementGroupSchedulingStrategy]:
+def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack) -> dict[Slot, Any]:
     """Wait for a bundle on each slot, and return where to start its processes. If the wait takes too long, the error
     says who uses the nodes."""
     num_processes = Counter(slot for pool in plan.pools.values() for slot in pool.slots)
@@ -256,8 +251,7 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
             raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool) from None
         if progress is not None:
             logger.info(progress, len(asked) - len(waiting), len(asked))
-    answers: list[Any] = ray.get(list(asked))
-    return answers
+    return list(ray.get(list(asked)))
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -314,8 +308,9 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
         common = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
-            local_rank, local_world_size = nodes[:rank].count(node), nodes.count(node)
-            context = replace(common, rank=rank, local_rank=local_rank, local_world_size=local_world_size)
+            context = replace(
+                common, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node)
+            )
             addresses.append(process.actor.take_rank.remote(context, shares[name]))
         for process in members:
             joined[process.actor.join_pool.remote(addresses[0], START_TIMEOUT_S)] = str(process), name

@@ -55,8 +55,15 @@ class MpsDaemon:
         keeper = ["sh", "-c", KEEPER, "sh", str(folder)]
         subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
         os.close(watched)
+        deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            self._start()
+            if self._control("", "-d") is None:
+                _refuse(f"{CONTROL} -d failed: {self._last_log_line()}")
+            # The server starts now, not with its first client, so that a problem is known at once.
+            while self._control(f"start_server -uid {os.getuid()}") is None:
+                self._wait(deadline, "the daemon to answer")
+            while not self._control("get_server_list"):
+                self._wait(deadline, "its server to start")
         except BaseException:
             self.close()
             raise
@@ -64,16 +71,6 @@ class MpsDaemon:
     def close(self) -> None:
         """Stop the daemon now: the keeper notices that the pipe is closed."""
         os.close(self._held)
-
-    def _start(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        if self._control("", "-d") is None:
-            _refuse(f"{CONTROL} -d failed: {self._last_log_line()}")
-        # The server starts now, not with its first client, so that a problem is known at once.
-        while self._control(f"start_server -uid {os.getuid()}") is None:
-            self._wait(deadline, "the daemon to answer")
-        while not self._control("get_server_list"):
-            self._wait(deadline, "its server to start")
 
     def _wait(self, deadline: float, awaited: str) -> None:
         if time.monotonic() > deadline:
@@ -106,7 +103,5 @@ class MpsDaemon:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise PlacementError(
-        f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; set placement.mps=false, "
-        "or fix MPS there"
-    )
+    fix = "set placement.mps=false, or fix MPS there"
+    raise PlacementError(f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; {fix}")

@@ -37,7 +37,6 @@ from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.inventory import detect_gpu_memory
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import Reply, reply_with
 from rolepool.protocol.memory import explain_out_of_memory, is_out_of_memory
 from rolepool.protocol.parts import part, part_times
@@ -68,15 +67,15 @@ class WorkerProcess:
     """Started by `launch` on one slot. It runs one call at a time, in the order in which they were made."""
 
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
-        """`folder` is the driver's working folder. Relative paths refer to it, not to the folder where Ray started.
-        `extensions` are the modules of the driver's `trainer.extensions`."""
+        """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
+        started. `extensions` are the modules of the driver's `trainer.extensions`."""
         self._folder = folder
         with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
         import_extensions(extensions)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, Any] = {}
-        self._active_role: str | None = None
+        self._active_role = ""
         self._failed_roles: dict[str, WorkerError] = {}
         self._loop = asyncio.new_event_loop()
         self._store: TCPStore | None = None
@@ -178,9 +177,7 @@ class WorkerProcess:
         return self.run_rows(packed, stored, *direct)[0]
 
     @ray.method(num_returns=2)
-    def run_rows(
-        self, packed: bytes, stored: Sequence[Any], *direct: Any
-    ) -> tuple[bytes | Reply, dict[str, Encoded] | None]:
+    def run_rows(self, packed: bytes, stored: Sequence[Any], *direct: Any) -> tuple[bytes | Reply, Any]:
         """The same for a method that returns rows. Their large columns are a second return value. Ray keeps it in this
         node's shared memory, even if this process dies, and the processes that need it fetch it from there."""
         start_s = time.time()
@@ -246,8 +243,7 @@ class WorkerProcess:
         """Each role has its own stream of random numbers, which does not depend on what other roles draw."""
         if role == self._active_role:
             return
-        if self._active_role is not None:
-            self._random_states[self._active_role] = random_state()
+        self._random_states[self._active_role] = random_state()
         if role in self._random_states:
             set_random_state(self._random_states[role])
         self._active_role = role
@@ -264,10 +260,8 @@ def _device_for(wanted: str) -> str:
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
-        raise WorkerError(
-            "trainer.device=cuda: torch sees no CUDA device in a worker process; install a CUDA build of torch, "
-            "or set trainer.device=cpu"
-        )
+        fix = "install a CUDA build of torch, or set trainer.device=cpu"
+        raise WorkerError(f"trainer.device=cuda: torch sees no CUDA device in a worker process; {fix}")
     logger.warning("the slot has a GPU, but this torch sees none; computing on the CPU")
     return "cpu"
 
