@@ -21,16 +21,7 @@ from rolepool.protocol import futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded, encode
-from rolepool.protocol.futures import (
-    INLINE_BYTES,
-    CallFuture,
-    DataProtoFuture,
-    Keys,
-    Pending,
-    Reply,
-    RowNumbers,
-    Stripe,
-)
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
 from rolepool.protocol.worker import Dispatch
 
 FETCH_TIMEOUT_S = 600.0
@@ -106,7 +97,6 @@ class Call(NamedTuple):
 PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 """Modes in which only the first rank of each data-parallel group returns a result."""
 
-
 Objects = list[tuple[Any, Any]]
 """References of a message: pairs of a reply and the data that is stored for it, or of a batch and None.
 
@@ -117,7 +107,7 @@ Ray delivers the first of each pair with the message. The worker fetches the sec
 def pack_reply(reply: Reply) -> bytes | Reply:
     """A small reply as bytes, because Ray transports bytes several times faster than an object. A large one is returned
     unchanged."""
-    is_large = reply.value is not None and reply.value.num_bytes > INLINE_BYTES
+    is_large = reply.value is not None and reply.value.num_bytes > futures.INLINE_BYTES
     return reply if is_large else pickle.dumps(reply)
 
 
@@ -164,7 +154,7 @@ def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, inde
     batch = futures.rows_with_keys(stripe.source, rows, keys)
     batch_size = None if batch.batch is None else batch.batch.batch_size
     encoded = encode((batch.columns(), batch_size, batch.meta_info))
-    if encoded.num_bytes <= INLINE_BYTES:
+    if encoded.num_bytes <= futures.INLINE_BYTES:
         return StripeArgument(encoded, share.total)
     objects.append((ray.put(encoded), None))
     return StripeArgument(len(objects) - 1, share.total)

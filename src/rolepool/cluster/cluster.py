@@ -1,6 +1,7 @@
 """The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
 
-Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), and cleaning up.
+Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), the monitors of the
+nodes, and the clean-up at the end.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any
+from contextlib import ExitStack, suppress
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -32,7 +33,7 @@ from rolepool.placement import Plan
 logger = logging.getLogger(__name__)
 
 TAKE_TIMEOUT_S = 10.0
-KNOCK_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
 import resource, sys
@@ -46,8 +47,8 @@ TOKEN_FIX = (
 )
 
 
-class Cluster(AbstractContextManager["Cluster", None]):
-    """The processes of a plan. A context manager: at its end it stops every process, and Ray if it started it."""
+class Cluster:
+    """The processes of a plan. As a context manager, it stops every process at its end, and Ray if it started Ray."""
 
     def __init__(
         self,
@@ -82,21 +83,24 @@ class Cluster(AbstractContextManager["Cluster", None]):
         return self.groups[name]
 
     def start_monitors(self) -> Monitors:
-        """Sample on every node what GPUs and processes use, until the cluster is closed."""
+        """Sample the use of GPUs and processes on every node, until the cluster is closed."""
         return Monitors(self.groups, self._cleanup)
 
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
-        # Ray releases them with the job as well, and an error here would hide the one that ended the run.
+        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
         with suppress(RayError):
             self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class Monitors:
-    """A monitor on each node of the pools. If one fails, there is one warning, and it is not used any more."""
+    """A monitor on each node of the pools. If one fails, there is one warning, and it is not asked again."""
 
     def __init__(self, groups: Mapping[str, WorkerGroup], cleanup: ExitStack) -> None:
         self._monitors: dict[str, tuple[Any, float]] = {}
@@ -184,7 +188,7 @@ def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     command = [sys.executable, "-P", "-c", PROBE, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)

@@ -37,12 +37,16 @@ CALL_TIMEOUT_S = 24 * 3600.0
 PING_TIMEOUT_S = 2.0
 
 ActorGoneError = (ActorDiedError, ActorUnavailableError)
-next_call_number = itertools.count(1).__next__
-"""Returns the number of a new call. All groups of this process count their calls together."""
+_numbers = itertools.count(1)
+
+
+def next_call_number() -> int:
+    """The number of a new call. All groups of this process count their calls together."""
+    return next(_numbers)
 
 
 class WorkerGroup:
-    """The processes of a pool. Made by `Cluster`."""
+    """The processes of a pool. `Cluster` creates it."""
 
     def __init__(self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]) -> None:
         self.name = name
@@ -52,7 +56,8 @@ class WorkerGroup:
         self._all_groups = all_groups
         self._broken: WorkerError | None = None
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
-        """The last calls, to find the call that a dead process was running. Weak, so that results can be freed."""
+        """The last calls, to find the call that a dead process was running. The references are weak, so that results
+        can be freed."""
 
     def add_role(
         self,
@@ -85,7 +90,7 @@ class WorkerGroup:
         return proxy
 
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
-        """A role's methods. `blocking` overrides what the methods say, for all calls through this proxy."""
+        """A proxy of a role. `blocking` overrides the default of each method, for all calls through this proxy."""
         if role not in self.roles:
             raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self.roles) or 'none'}")
         return self.roles[role].with_blocking(blocking)
@@ -104,14 +109,14 @@ class WorkerGroup:
             raise self._broken
 
     def break_with(self, error: WorkerError) -> None:
-        """From now on every call, pending or new, raises this error. Kills all processes, because others may hang."""
+        """Kill all processes, because some may hang. From now on every call, pending or new, raises this error."""
         if self._broken is None:
             self._broken = error
             for process in self.processes:
                 ray.kill(process.actor)
 
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
-        """The error that a failed call raises: the death or exception that was the first cause of the failure."""
+        """The error that a failed call raises. It is about the death or the exception that caused the failure."""
         self.raise_if_broken()
         cause = cause_of(error)
         if (known := self.known_failure(cause)) is not None:
@@ -134,7 +139,7 @@ class WorkerGroup:
         return named
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
-        """The error that broke the pool that this error is about, if any: this error may be its consequence."""
+        """If this error is about a broken pool, the error that broke it, because this error may be a consequence."""
         for group in self._all_groups.values():
             names_pool = isinstance(cause, WorkerError) and cause.pool == group.name
             names_process = any(is_death_of(process, cause) for process in group.processes)
@@ -148,6 +153,9 @@ class WorkerGroup:
         answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
         return next((call for call, answer in answers if is_death_of(process, error_of(answer))), None)
 
+    def __repr__(self) -> str:
+        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self.roles) or 'none'}>"
+
 
 @dataclass(eq=False, repr=False)
 class RoleProxy:
@@ -158,7 +166,7 @@ class RoleProxy:
     worker_class: type[Worker]
     tp_size: int
     ready: CallFuture
-    """The construction of the role."""
+    """Ends when every process has constructed the role."""
     blocking: bool | None = None
     """The default of calls through this proxy; None means what each method was registered with."""
 
@@ -318,7 +326,7 @@ def error_of(answer: Any) -> RayError | None:
 
 
 def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
-    """The processes that died, and why: the one that the cause names, or those that died before they answer a ping."""
+    """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
     if isinstance(cause, ActorGoneError):
         return [(process, reason_of(cause)) for process in processes if is_death_of(process, cause)]
     asked = [process.actor.ping.remote() for process in processes]

@@ -1,8 +1,8 @@
 """From a plan to running processes: one on every slot, each on exactly the GPU that the plan says.
 
-Owns what Ray says about nodes, the placement group, and the start of processes. There is one bundle for each GPU, fixed
-to its node, and all processes that share the GPU are in it: only inside bundles of whole GPUs does Ray place fractions
-of a GPU on exact GPUs.
+Owns the list of nodes, the placement group, and the start of processes. There is one bundle for each GPU, fixed to its
+node, and all processes that share the GPU are in it, because Ray assigns a fraction of an exact GPU only inside bundles
+of whole GPUs.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def live_nodes() -> list[Node]:
 
 
 def slot_device(device: str, nodes: Sequence[Node]) -> str:
-    """What the slots of a plan are. `auto` means GPUs if the cluster has any."""
+    """The device of a plan's slots. `auto` means GPUs if the cluster has any."""
     if device != "auto":
         return device
     return "cuda" if any(node.num_gpus for node in nodes) else "cpu"
 
 
 def _users_of(node: Node) -> str:
-    """Who uses a node beside us: placement groups and actors, and the drivers of other jobs.
+    """Who else uses a node: actors with the drivers of their jobs, and placement groups.
 
-    Ray does not say which GPU an actor holds, only on which node it is.
+    Ray does not tell which GPU an actor holds, only on which node it is.
     """
     ours = ray.get_runtime_context().get_job_id()
     drivers = {
@@ -111,7 +111,7 @@ def _users_of(node: Node) -> str:
         num_bundles = list(group["bundles_to_node_id"].values()).count(node.node_id)
         if num_bundles and group["state"] == "CREATED":
             users.add(f"placement group {group['name'] or group['placement_group_id']} with {num_bundles} bundles")
-    return ", ".join(sorted(users)) or "nobody that Ray names"
+    return ", ".join(sorted(users)) or "no actor that Ray knows"
 
 
 # Start
@@ -126,7 +126,7 @@ def launch(
     or WorkerError; every wait has a timeout.
     """
     device = slot_device(plan.device, nodes)
-    _check_it_can_ever_fit(plan, nodes, device)
+    _check_capacity(plan, nodes, device)
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
     bundles = _reserve(plan, nodes, device, timeout_s, cleanup)
@@ -155,7 +155,7 @@ def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) 
     return processes
 
 
-def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> None:
+def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str) -> None:
     """Raise an error if the cluster can never provide what the plan needs, with a line for each pool and node."""
     problems = []
     word = "CPUs" if device == "cpu" else "GPUs"
@@ -205,7 +205,7 @@ def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, c
             problems.append(
                 f"Not enough {word}s within placement.timeout_s={timeout_s:g}: {name} needs {count * pool.share:g} on "
                 f"node {index} ({node.address}), {free:g} of {node.slots(device)} are free; "
-                f"on the node: {_users_of(node)}; wait for it, or use fewer {word}s"
+                f"on the node: {_users_of(node)}; wait until they are free, or use fewer {word}s"
             )
     raise PlacementError(problems)
 
@@ -219,7 +219,7 @@ def _start(where: Any, cleanup: ExitStack, *, num_cpus: int, num_gpus: float) ->
 
 
 def _await_start(actors: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
-    """Wait until every process has started; log the progress."""
+    """Wait until every process has started, and log the progress."""
     asked = {
         actor.whereabouts.remote(): (f"a process of {name}", name)
         for name, members in actors.items()
@@ -240,7 +240,7 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         who, pool = asked[(ready or waiting)[0]]
         if not ready:
-            missing = f"{len(waiting)} of {len(asked)} processes are missing"
+            missing = f"{len(waiting)} of {len(asked)} processes have not answered"
             raise WorkerError(f"{who} did not {what} within {START_TIMEOUT_S:.0f} s; {missing}", pool=pool)
         try:
             ray.get(ready[0])
@@ -255,7 +255,7 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a worker raised, without the wrappers that Ray adds each time it is passed on."""
+    """The exception of the worker, without the exceptions that Ray wraps around it each time it is passed on."""
     while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
         error = error.cause
     return error
@@ -276,7 +276,7 @@ def _match(
         raise PlacementError(
             f"{name} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}, but Ray assigned "
             f"{' and '.join(f'node {node} GPU {gpu}' for node, gpu in given)}: GPU {slot.gpu} is held by another job; "
-            f"on the node: {_users_of(nodes[slot.node])}; wait for it, or plan around it with fewer GPUs"
+            f"on the node: {_users_of(nodes[slot.node])}; wait until that job ends, or plan with fewer GPUs"
         )
     order = [held.index(slot) for slot in slots]
     return [
@@ -305,12 +305,10 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
     joined = {}
     for name, members in processes.items():
         nodes = [process.slot.node for process in members]
-        common = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
+        base = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
-            context = replace(
-                common, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node)
-            )
+            context = replace(base, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node))
             addresses.append(process.actor.take_rank.remote(context, shares[name]))
         for process in members:
             joined[process.actor.join_pool.remote(addresses[0], START_TIMEOUT_S)] = str(process), name
@@ -318,7 +316,7 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
 
 
 def _measure_clocks(processes: Sequence[Process]) -> None:
-    """Measure how far the clocks of other nodes are ahead. The fastest of a few answers of each node counts."""
+    """Measure how far the clocks of other nodes are ahead. Each is asked a few times; the fastest answer is used."""
     ahead_s = {ray.util.get_node_ip_address(): 0.0}
     for process in processes:
         if process.address not in ahead_s:

@@ -89,7 +89,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:
-        """The time here. It also answers while a call runs, but not if the process died."""
+        """The time on this node. It also answers while a call runs."""
         return time.time()
 
     @ray.method(concurrency_group="health")
@@ -110,7 +110,7 @@ class WorkerProcess:
 
     def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
         """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the process group."""
-        # Ray reads this line, and prints the name before every line that follows.
+        # Ray reads this line, and prints the name before every later line.
         for stream in (sys.stdout, sys.stderr):
             print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
@@ -154,7 +154,7 @@ class WorkerProcess:
         self._reseed(name, context.init_seed)
         try:
             with self._as_role(name, "__init__"), made_in(context, self._roles):
-                # In two steps, so that a role whose `__init__` runs out of memory can say what would need less.
+                # In two steps, so that `less_memory` can be called if `__init__` runs out of memory.
                 worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
         except WorkerError as error:
@@ -256,13 +256,13 @@ class WorkerProcess:
 
 
 def _device_for(wanted: str) -> str:
-    """The device of a process. On a GPU slot it is the GPU; with `auto`, the CPU if this torch cannot use the GPU."""
+    """The device of a process. With `auto` it is the GPU of the slot, or the CPU if this torch cannot use the GPU."""
     if wanted == "cpu" or torch.cuda.is_available():
         return "cpu" if wanted == "cpu" else "cuda"
     if wanted == "cuda":
         fix = "install a CUDA build of torch, or set trainer.device=cpu"
         raise WorkerError(f"trainer.device=cuda: torch sees no CUDA device in a worker process; {fix}")
-    logger.warning("the slot has a GPU, but this torch sees none; computing on the CPU")
+    logger.warning("the slot has a GPU, but this build of torch cannot use it; computing on the CPU")
     return "cpu"
 
 
