@@ -191,9 +191,8 @@ class WorkerProcess:
             worker = self._roles[call.role]
             with part("fetch"):
                 call, share = resolve_arguments(call, direct, stored)
-            method = getattr(worker, call.method)
-            dispatch = getattr(method, MARK).dispatch
-            result = method(*call.args, **call.kwargs)
+            dispatch = getattr(getattr(type(worker), call.method), MARK).dispatch
+            result = getattr(worker, call.method)(*call.args, **call.kwargs)
             if inspect.iscoroutine(result):
                 result = self._loop.run_until_complete(result)
             handled = _handled((*call.args, *call.kwargs.values()), result)
