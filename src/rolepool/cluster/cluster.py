@@ -113,7 +113,7 @@ class Monitors:
             watched = [Watched(one.pid, one.pool, one.rank, one.gpus[0] if one.gpus else None) for one in there]
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
             actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
-            actor = actor_class.remote(there[0].address, watched, roles)
+            actor: Any = actor_class.remote(there[0].address, watched, roles)
             self._monitors[node_id] = actor, there[0].clock_ahead_s
             cleanup.callback(ray.kill, actor)
 

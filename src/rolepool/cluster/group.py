@@ -123,11 +123,11 @@ class WorkerGroup:
             return known
         healthy = [group for group in self._all_groups.values() if group._broken is None]
         errors = []
-        for process, reason in find_deaths([one for group in healthy for one in group.processes], cause):
-            group = self._all_groups[process.pool]
-            ended = group._call_ended_by(process) or call
-            where = {"pool": process.pool, "rank": process.rank, "node": process.address, "pid": process.pid}
-            message = f"{process} died during {ended.role}.{ended.method}: {reason}"
+        for dead, reason in find_deaths([process for group in healthy for process in group.processes], cause):
+            group = self._all_groups[dead.pool]
+            ended = group._call_ended_by(dead) or call
+            where: dict[str, Any] = {"pool": dead.pool, "rank": dead.rank, "node": dead.address, "pid": dead.pid}
+            message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
             errors.append(WorkerError(message, role=ended.role, method=ended.method, **where))
             group.break_with(errors[-1])
         self.raise_if_broken()

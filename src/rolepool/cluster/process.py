@@ -174,7 +174,8 @@ class WorkerProcess:
 
     def run(self, packed: bytes, stored: Sequence[Any], *direct: Any) -> bytes | Reply:
         """Run a method of a role. The reply has its span and its result."""
-        return self.run_rows(packed, stored, *direct)[0]
+        reply: bytes | Reply = self.run_rows(packed, stored, *direct)[0]
+        return reply
 
     @ray.method(num_returns=2)
     def run_rows(self, packed: bytes, stored: Sequence[Any], *direct: Any) -> tuple[bytes | Reply, Any]:
