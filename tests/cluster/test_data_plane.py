@@ -36,19 +36,23 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def role_of(cluster: Cluster, pool: str) -> RoleProxy:
+    return cluster.groups[pool].role(pool)
+
+
 @pytest.fixture(scope="module")
 def one(cluster: Cluster) -> RoleProxy:
-    return cluster.role("one")
+    return role_of(cluster, "one")
 
 
 @pytest.fixture(scope="module")
 def two(cluster: Cluster) -> RoleProxy:
-    return cluster.role("two")
+    return role_of(cluster, "two")
 
 
 @pytest.fixture(scope="module")
 def three(cluster: Cluster) -> RoleProxy:
-    return cluster.role("three")
+    return role_of(cluster, "three")
 
 
 def ids(num_rows: int) -> DataProto:
@@ -187,9 +191,9 @@ def test_a_batch_may_be_joined_with_one_that_has_no_key_that_is_read(
 def test_consumers_fetch_only_what_holds_their_rows(
     cluster: Cluster, producer: str, consumer: str, objects_of_ranks: list[int]
 ) -> None:
-    made = cluster.role(producer).make(ids(6), WIDE)
+    made = role_of(cluster, producer).make(ids(6), WIDE)
     made.spans()
-    reader = cluster.role(consumer)
+    reader = role_of(cluster, consumer)
     reader.start_to_count()
     seen = reader.read_a(made)
     fetched = [[size for size in sizes if size > KIB] for sizes in reader.fetched_sizes()]
@@ -282,7 +286,7 @@ def test_operations_on_futures_give_what_they_give_on_batches(cluster: Cluster, 
     rng = random.Random(seed)
 
     def produce(batch: DataProto) -> DataProtoFuture:
-        future = cluster.role(rng.choice(["one", "two", "three"])).unchanged(batch)
+        future = role_of(cluster, rng.choice(["one", "two", "three"])).unchanged(batch)
         assert isinstance(future, DataProtoFuture)
         return future
 
@@ -301,7 +305,7 @@ def test_operations_on_futures_give_what_they_give_on_batches(cluster: Cluster, 
 
         assert len(future) == len(batch), where
         if rng.random() < 0.5:
-            future = cluster.role(rng.choice(["one", "two", "three"])).unchanged(future)
+            future = role_of(cluster, rng.choice(["one", "two", "three"])).unchanged(future)
         received = future.get()
         assert same_value(columns_of(received), columns_of(batch)), where
         assert received.meta_info == batch.meta_info, where

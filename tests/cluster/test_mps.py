@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -88,7 +89,7 @@ def test_a_daemon_ends_with_the_process_that_started_it_even_when_that_is_killed
     ("how", "said"),
     [
         ("refuses", f"{CONTROL} -d failed: cannot use this driver;"),
-        ("no_server", "waited 0.5 s for its server to start, and its last words were: no memory for a context;"),
+        ("no_server", "waited 0.5 s for its server to start; the last line of its log: no memory for a context;"),
     ],
 )
 def test_what_hinders_the_daemon_is_told_in_its_own_words_and_nothing_is_left(
@@ -116,8 +117,8 @@ def test_a_node_without_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
-    with pytest.raises(PlacementError, match=r"^placement\.mps=true: is for GPUs, and the cluster has none"):
-        launch(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], timeout_s=1, run_seed=1)
+    with pytest.raises(PlacementError, match=r"^placement\.mps=true: needs GPUs, and the cluster has none"):
+        launch(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1, run_seed=1)
 
 
 # In a cluster

@@ -31,17 +31,17 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def actor(cluster: Cluster) -> RoleProxy:
-    return cluster.role("actor")
+    return cluster.groups["actor"].role("actor")
 
 
 @pytest.fixture
 def critic(cluster: Cluster) -> RoleProxy:
-    return cluster.role("critic")
+    return cluster.groups["critic"].role("critic")
 
 
 @pytest.fixture
 def rollout(cluster: Cluster) -> RoleProxy:
-    return cluster.role("rollout")
+    return cluster.groups["rollout"].role("rollout")
 
 
 def batch_of(num_rows: int) -> DataProto:

@@ -129,8 +129,8 @@ def test_relative_paths_mean_the_folder_of_the_driver_and_what_a_node_lacks_is_n
 @pytest.mark.parametrize(
     ("gpus_per_node", "pools", "problem"),
     [
-        ([8], {"big": [5]}, r"Not enough GPUs: big needs 5 on node 0 \(.*\), up to number 4, and the node has 4"),
-        ([4, 4], {"a": [4], "b": [0, 3]}, r"Not enough GPUs: b needs 3 on node 1 \(.*\), .*and the node has 2"),
+        ([8], {"big": [5]}, r"Not enough GPUs: big needs 5 on node 0 \(.*\), up to number 4; the node has 4"),
+        ([4, 4], {"a": [4], "b": [0, 3]}, r"Not enough GPUs: b needs 3 on node 1 \(.*\), .*the node has 2"),
         ([2, 2, 2, 2], {"far": [0, 0, 0, 2]}, r"Not enough nodes: far needs 2 GPUs on node 3, .*has 3 nodes"),
     ],
     ids=["a node that is too small", "one pool of two", "a node that is not there"],
@@ -196,7 +196,7 @@ def test_a_planned_gpu_that_another_job_holds_is_named_though_others_are_free(ad
         assert gpus == [0]
         with pytest.raises(PlacementError) as caught:
             Cluster(on_gpus({"pair": [2]}), timeout_s=10)
-    assert "pair rank 0 is planned on node 0 GPU 0, and Ray gave node 0 GPU 2" in str(caught.value)
+    assert "pair rank 0 is planned for node 0 GPU 0, but Ray assigned node 0 GPU 2" in str(caught.value)
     assert "GPU 0 is held by another job" in str(caught.value)
     assert re.search(rf"actor Holder \(pid \d+\) of job \w+ \(pid {pid} on ", str(caught.value)), str(caught.value)
     wait_until(lambda: ray.available_resources().get("GPU") == sum(GPUS))

@@ -103,10 +103,10 @@ def test_who_has_no_token_or_the_wrong_one_is_told_so_and_a_wrong_address_is_ano
     assert [output.count("\n") for output in outputs] == [1, 1, 1, 1], f"one line, none of Ray's: {outputs}"
     unset, other, missing, wrong = outputs
     assert unset.startswith(
-        f"{SETTING}the Ray cluster there asks for a token, and RAY_AUTH_MODE=token is not set here;"
+        f"{SETTING}the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here;"
     )
-    assert other.startswith(f"{SETTING}the Ray cluster there has another token than this node;")
-    assert missing.startswith(f"{SETTING}RAY_AUTH_MODE=token is set, and there is no token on this node;")
+    assert other.startswith(f"{SETTING}the token of this node differs from the token of the Ray cluster there;")
+    assert missing.startswith(f"{SETTING}RAY_AUTH_MODE=token is set, but there is no token on this node;")
     assert all(FIX in output for output in (unset, other, missing))
     refused = "no Ray cluster answers there ([Errno 111] Connection refused); start one with `ray start --head`"
     assert wrong.startswith(f"{SETTING.replace(':6379', ':6380')}{refused}")
@@ -121,7 +121,7 @@ def test_a_node_without_ray_and_a_port_of_another_program_are_named(
     look = f"rolepool plan recipes/demo_split.yaml --live ray_kwargs.ray_init.address={ADDRESSES[0]}"
     outside = nodes.two.start(f"{look}:6379", work, **TOKEN_MODE)
     (problem,) = problems_of(nodes.two.start(f"{look}:8000", work, **TOKEN_MODE), timeout_s=60)
-    assert "no Ray cluster answers there (something listens, and does not answer as Ray does within 30 s)" in problem
+    assert "no Ray cluster answers there (a program listens there, but did not answer like Ray within 30 s)" in problem
     (problem,) = problems_of(outside)
     assert problem == (
         f"{SETTING}this node is not part of the Ray cluster there; "

@@ -1,7 +1,7 @@
-"""How a call travels to a worker: the method, and arguments that may be rows of a batch.
+"""The messages of a call: the method and its arguments on the way to a worker, and the worker's reply.
 
-Owns the messages: the driver turns values, batches and futures into them, and the worker turns them into values again.
-A batch of the driver is written once for each part; the data of a future is only referred to.
+The driver turns values, batches and futures into a message, and the worker turns the message into values again. A batch
+of the driver is written once for each part. The data of a future is not copied: the message only has references to it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,12 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
+from rolepool.protocol import futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.encoding import Encoded, encode
-from rolepool.protocol.futures import (
-    INLINE_BYTES,
-    CallFuture,
-    DataProtoFuture,
-    Keys,
-    Pending,
-    Reply,
-    RowNumbers,
-    Stripe,
-    collect_batches,
-    collect_first,
-    collect_list,
-    gather_rows,
-    headers_of,
-    intersection,
-    join_stripes,
-    rows_with_keys,
-    stripes_of,
-    values_of,
-)
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
+from rolepool.protocol.worker import Dispatch
 
 FETCH_TIMEOUT_S = 600.0
 
@@ -48,7 +31,8 @@ FETCH_TIMEOUT_S = 600.0
 
 
 class Share(NamedTuple):
-    """Number `part` of `parts` parts of a batch of `total` rows. All have one size; padding fills up the last ones."""
+    """Number `part` of the `parts` parts of a batch of `total` rows. All parts have the same size; the last ones are
+    filled up with padding."""
 
     total: int
     parts: int
@@ -64,16 +48,16 @@ class Share(NamedTuple):
 
     @property
     def fetched(self) -> RowNumbers:
-        """The rows that the part needs: its own, or the first of the batch if all of the part is padding."""
+        """The rows that the worker fetches: those of the part, or the batch's first row if the part is only padding."""
         return np.array(self.rows or range(self.total)[:1], dtype=np.int64)
 
 
 class StripeArgument(NamedTuple):
     """Some keys of a batch, for the rows of one share of it.
 
-    `source` is a batch with these keys and rows, encoded or as the position of an object of the message; or the
-    positions of the replies of all ranks that made the batch. Then `rows` are the numbers of the rows to fetch, if they
-    are not those of the share. `total` is the number of rows of the whole batch, if the driver knew it.
+    `source` is a batch with these keys and rows (encoded, or the position of an object of the message), or the
+    positions of the replies of all ranks that made the batch. In the second case, `rows` are the numbers of the rows to
+    fetch, if they are not those of the share. `total` is the number of rows of the whole batch, if the driver knew it.
     """
 
     source: Encoded | int | slice
@@ -108,21 +92,22 @@ class Call(NamedTuple):
     number: int
     after: tuple[int, ...]
     """Numbers of the calls whose results are its arguments."""
-    one_reply_per_dp_group: bool
-    returns_rows: bool
-    """Whether the result has a row for each row of the arguments, so that rows of padding must be removed from it."""
 
+
+PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+"""Modes in which only the first rank of each data-parallel group returns a result."""
 
 Objects = list[tuple[Any, Any]]
-"""What the arguments of a message refer to: pairs of a reply and the data stored for it, or of a batch and None.
+"""References of a message: pairs of a reply and the data that is stored for it, or of a batch and None.
 
-Ray delivers the first of each pair with the message. The worker fetches the second if it needs it.
+Ray delivers the first of each pair with the message. The worker fetches the second one if it needs it.
 """
 
 
 def pack_reply(reply: Reply) -> bytes | Reply:
-    """A reply as bytes, which Ray transports several times faster than an object, unless it is large."""
-    is_large = reply.value is not None and reply.value.num_bytes > INLINE_BYTES
+    """A small reply as bytes, because Ray transports bytes several times faster than an object. A large one is returned
+    unchanged."""
+    is_large = reply.value is not None and reply.value.num_bytes > futures.INLINE_BYTES
     return reply if is_large else pickle.dumps(reply)
 
 
@@ -135,46 +120,41 @@ def unpack_reply(packed: bytes | Reply, stored: Any = None) -> Reply:
 
 
 def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool) -> tuple[bytes, Objects]:
-    """The message for the ranks of one part, and the objects that it refers to.
+    """The message for the ranks of part number `index`, and its references.
 
-    `in_lists` says that every argument is a list, of which a part gets its own entry. If not, batches are split.
+    If `in_lists` is true, every argument is a list with one entry for each part. Otherwise batches are split.
     """
     objects: Objects = []
+    split = (1, 0) if in_lists else (parts, index)
 
     def pack(value: Any) -> Any:
-        if in_lists:
-            return pack_argument(value[index], objects, reads)
-        return pack_argument(value, objects, reads, parts, index)
+        value = value[index] if in_lists else value
+        if isinstance(value, DataProto | DataProtoFuture):
+            stripes = [_pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)]
+            return BatchArgument(tuple(stripes), *split)
+        if isinstance(value, CallFuture):
+            if value.collect not in (futures.collect_first, futures.collect_list):
+                raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get()")
+            return ResultArgument(_add_replies(value.calls, objects), value.collect)
+        return value
 
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
     return cloudpickle.dumps(call._replace(args=args, kwargs=kwargs)), objects
 
 
-def pack_argument(value: Any, objects: Objects, reads: Keys, parts: int = 1, index: int = 0) -> Any:
-    """A value as it travels; if it is a batch, number `index` of its `parts`."""
-    if isinstance(value, DataProto | DataProtoFuture):
-        stripes = [_pack_stripe(stripe, objects, reads, parts, index) for stripe in stripes_of(value)]
-        return BatchArgument(tuple(stripes), parts, index)
-    if isinstance(value, CallFuture):
-        if value.collect not in (collect_first, collect_list):
-            raise DataError(f"{value!r} is collected by a function of the driver; pass on what its get() returns")
-        return ResultArgument(_add_replies(value.calls, objects), value.collect)
-    return value
-
-
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
-    keys = intersection(stripe.keys, reads)
+    keys = futures.intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
         return StripeArgument(_add_replies(stripe.source, objects), None, keys)
     share = Share(stripe.num_rows(), parts, index)
     rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
     if not isinstance(stripe.source, DataProto):
         return StripeArgument(_add_replies(stripe.source, objects), share.total, keys, rows)
-    batch = rows_with_keys(stripe.source, rows, keys)
+    batch = futures.rows_with_keys(stripe.source, rows, keys)
     batch_size = None if batch.batch is None else batch.batch.batch_size
     encoded = encode((batch.columns(), batch_size, batch.meta_info))
-    if encoded.num_bytes <= INLINE_BYTES:
+    if encoded.num_bytes <= futures.INLINE_BYTES:
         return StripeArgument(encoded, share.total)
     objects.append((ray.put(encoded), None))
     return StripeArgument(len(objects) - 1, share.total)
@@ -200,10 +180,8 @@ def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
 
 def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
-    objects = [
-        unpack_reply(one, data) if isinstance(one, bytes | Reply) else one
-        for one, data in zip(direct, stored or [None] * len(direct), strict=True)
-    ]
+    pairs = zip(direct, stored, strict=True)
+    objects = [unpack_reply(one, data) if isinstance(one, bytes | Reply) else one for one, data in pairs]
     shares: list[Share] = []
     args = [_resolve(argument, objects, shares) for argument in call.args]
     kwargs = {name: _resolve(argument, objects, shares) for name, argument in call.kwargs.items()}
@@ -213,20 +191,20 @@ def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) 
 def _resolve(argument: Any, objects: Sequence[Any], shares: list[Share]) -> Any:
     """An argument's value on this worker. If it is a batch, its share is added to the list."""
     if isinstance(argument, ResultArgument):
-        return argument.collect(values_of(objects[argument.where], fetch_stored))
+        return argument.collect(futures.values_of(objects[argument.where], fetch_stored))
     if not isinstance(argument, BatchArgument):
         return argument
     first = argument.stripes[0]
     if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.source, slice):
         replies = objects[first.source]
-        if any(reply.header is None for reply in replies):  # the result is not a batch; pass on what `get()` returns
-            return collect_batches(values_of(replies, fetch_stored))
+        if any(reply.header is None for reply in replies):  # the result is not a batch; use what `get()` returns
+            return futures.collect_batches(futures.values_of(replies, fetch_stored))
     totals = [_total(stripe, objects) for stripe in argument.stripes]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     share = Share(totals[0], argument.parts, argument.part)
     shares.append(share)
-    batch = join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
+    batch = futures.join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
     if share.size and not share.rows:
         return pad_rows(batch, share.size)[1:]
     return pad_rows(batch, share.size - len(share.rows))
@@ -236,20 +214,23 @@ def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:
     if stripe.total is not None:
         return stripe.total
     assert isinstance(stripe.source, slice)
-    return sum(header.num_rows for header in headers_of(objects[stripe.source]))
+    return sum(header.num_rows for header in futures.headers_of(objects[stripe.source]))
 
 
 def _rows_of(stripe: StripeArgument, share: Share, objects: Sequence[Any]) -> DataProto:
     if isinstance(stripe.source, slice):
         rows = share.fetched if stripe.rows is None else stripe.rows
-        return gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
+        return futures.gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
     encoded: Encoded = objects[stripe.source] if isinstance(stripe.source, int) else stripe.source
     return DataProto.from_columns(*encoded.decode())
 
 
 def without_padding(result: Any, share: Share | None) -> Any:
-    """A result without the rows that came from padding: of a batch, list, tensor or array with as many rows as the
-    share, or a whole multiple of them in row-major order. Any other result does not consist of rows, and is kept."""
+    """A result without the rows that came from padding.
+
+    The result is a batch, list, tensor or array. It has as many rows as the share, or an integer multiple of them in
+    row-major order. Any other result does not consist of rows, and is returned unchanged.
+    """
     if share is None or not isinstance(result, DataProto | list | torch.Tensor | np.ndarray):
         return result
     num_real = len(share.rows)
@@ -267,20 +248,19 @@ def without_padding(result: Any, share: Share | None) -> Any:
 def reason_of(error: BaseException) -> str:
     """Ray's message in one line, without its list of possible causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and ":" not in line[:20]]
-    text = " ".join(lines) or str(error)
-    return text.split("Some common causes include")[0].strip()
+    return (" ".join(lines) or str(error)).split("Some common causes include")[0].strip()
 
 
 def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
-    """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names who made them."""
+    """The stored columns of these replies. If they are lost or do not arrive, a WorkerError names the process that made
+    them."""
     try:
-        fetched: list[dict[str, Encoded]] = ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S)
-        return fetched
+        return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
         raise lost.error(f"a result of {lost.maker} is lost because its node died") from None
-    except GetTimeoutError:
-        waited = f"did not arrive within {FETCH_TIMEOUT_S:.0f} s; check the network"
-        raise WorkerError(f"results of {replies[0].maker} {waited}") from None
     except RayError as error:
-        raise WorkerError(f"results of {replies[0].maker} could not be fetched: {reason_of(error)}") from None
+        problem = f"could not be fetched: {reason_of(error)}"
+        if isinstance(error, GetTimeoutError):
+            problem = f"did not arrive within {FETCH_TIMEOUT_S:.0f} s; check the network"
+        raise WorkerError(f"results of {replies[0].maker} {problem}") from None

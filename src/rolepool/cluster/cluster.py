@@ -1,6 +1,7 @@
 """The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
 
-Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), and cleaning up.
+Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), the monitors of the
+nodes, and the clean-up at the end.
 """
 
 from __future__ import annotations
@@ -14,34 +15,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import launch, launch_helpers, live_nodes, slot_device
+from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, slot_device
 from rolepool.errors import PlacementError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
 
-WORKER_ENVIRONMENT = {
-    # With the default, threads of several processes spin against each other on few cores.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
-
 TAKE_TIMEOUT_S = 10.0
-KNOCK_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it is told to use a token and finds none
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it must use a token and finds none
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1])
 """
@@ -52,7 +48,7 @@ TOKEN_FIX = (
 
 
 class Cluster:
-    """The processes of a plan. A context manager: at its end it stops every process, and Ray if it started it."""
+    """The processes of a plan. As a context manager, it stops every process at its end, and Ray if it started Ray."""
 
     def __init__(
         self,
@@ -64,16 +60,13 @@ class Cluster:
         run_seed: int = 1,
     ) -> None:
         self.plan = plan
-        self._run_seed = run_seed
-        self._monitors: Monitors | None = None
-        num_processes = sum(pool.world_size for pool in plan.pools.values())
-        self._disconnect = connect(address, num_cpus or num_processes + 1, plan.device)
-        try:
-            pools, self._resources = launch(plan, live_nodes(), timeout_s=timeout_s, run_seed=run_seed)
-        except BaseException:
-            self._disconnect()
-            raise
         self.groups: dict[str, WorkerGroup] = {}
+        self._run_seed = run_seed
+        num_processes = sum(pool.world_size for pool in plan.pools.values())
+        with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
+            cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
+            pools = launch(plan, live_nodes(), cleanup, timeout_s=timeout_s, run_seed=run_seed)
+            self._cleanup = cleanup.pop_all()
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
 
@@ -85,34 +78,19 @@ class Cluster:
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        processes = launch_helpers(name, count, run_seed=self._run_seed)
+        processes = launch_helpers(name, count, self._cleanup, run_seed=self._run_seed)
         self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
 
     def start_monitors(self) -> Monitors:
-        """Sample on every node what GPUs and processes use, until the cluster is closed."""
-        self._monitors = Monitors(list(self.groups.values()))
-        return self._monitors
-
-    def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
-        """A role, in the pool in which the plan has it."""
-        for group in self.groups.values():
-            if role in group.roles:
-                return group.role(role, blocking)
-        raise PlacementError(f"role {role} is not in any pool; there are {', '.join(self.groups)}")
+        """Sample the use of GPUs and processes on every node, until the cluster is closed."""
+        return Monitors(self.groups, self._cleanup)
 
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
-        try:
-            if self._monitors is not None:
-                self._monitors.close()
-            for process in (process for group in self.groups.values() for process in group.processes):
-                ray.kill(process.actor)
-            # Ray removes it with the job as well, and an error here would hide the one that ended the run.
-            with suppress(RayError):
-                remove_placement_group(self._resources)
-        finally:
-            self._disconnect()
+        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
+        with suppress(RayError):
+            self._cleanup.close()
 
     def __enter__(self) -> Self:
         return self
@@ -122,128 +100,117 @@ class Cluster:
 
 
 class Monitors:
-    """A monitor on each node of the pools. If one fails, there is one warning, and it is not used any more."""
+    """A monitor on each node of the pools. If one fails, there is one warning, and it is not asked again."""
 
-    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
-        self._actors: dict[str, Any] = {}
-        self._ahead_s: dict[str, float] = {}
+    def __init__(self, groups: Mapping[str, WorkerGroup], cleanup: ExitStack) -> None:
+        self._monitors: dict[str, tuple[Any, float]] = {}
         self._due_s = 0.0
-        roles = {group.name: list(group.roles) for group in groups}
-        watched: dict[str, list[Watched]] = {}
-        addresses: dict[str, str] = {}
-        for group in groups:
-            for process in group.processes:
-                one = Watched(process.pid, group.name, process.rank, process.gpus[0] if process.gpus else None)
-                watched.setdefault(process.node_id, []).append(one)
-                addresses[process.node_id] = process.address
-                self._ahead_s[process.node_id] = process.clock_ahead_s
-        for node_id, there in watched.items():
+        roles = {name: list(group.roles) for name, group in groups.items()}
+        by_node: dict[str, list[Process]] = defaultdict(list)
+        for process in (process for group in groups.values() for process in group.processes):
+            by_node[process.node_id].append(process)
+        for node_id, there in by_node.items():
+            watched = [Watched(one.pid, one.pool, one.rank, one.gpus[0] if one.gpus else None) for one in there]
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
             actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
-            self._actors[node_id] = actor_class.remote(addresses[node_id], there, roles)
+            actor: Any = actor_class.remote(there[0].address, watched, roles)
+            self._monitors[node_id] = actor, there[0].clock_ahead_s
+            cleanup.callback(ray.kill, actor)
 
     def take(self) -> list[dict[str, Any]]:
-        """The samples of all monitors since the last call, with times of the driver's clock. They are asked once in
-        an interval at most."""
+        """The samples of all monitors since the last call, with times of the driver's clock. Within one interval, only
+        the first call asks the monitors."""
         if time.monotonic() < self._due_s:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
-        for node_id, actor in list(self._actors.items()):
+        for node_id, (actor, ahead_s) in list(self._monitors.items()):
             try:
                 taken = ray.get(actor.take.remote(), timeout=TAKE_TIMEOUT_S)
+                samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
             except RayError as error:
-                logger.warning("no more monitoring of node %s: %s", node_id, one_line(error))
-                del self._actors[node_id]
-                continue
-            samples.extend({**sample, "time_s": sample["time_s"] - self._ahead_s[node_id]} for sample in taken)
+                logger.warning("node %s is not monitored any more: %s", node_id, one_line(error))
+                del self._monitors[node_id]
         return samples
-
-    def close(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
 
 
 def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
-    """Slots per node of a running cluster, in the order in which a plan counts nodes. None: this machine's cluster."""
-    disconnect = connect(address or "auto", 0, device)
-    try:
+    """Slots per node of a running cluster, in the order in which a plan counts nodes. If `address` is None, it is the
+    cluster of this machine."""
+    with ExitStack() as cleanup:
+        cleanup.callback(connect(address or "auto", 0, device))
         nodes = live_nodes()
         return tuple(node.slots(slot_device(device, nodes)) for node in nodes)
-    finally:
-        disconnect()
 
 
 def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
-    """Join the Ray at `address`, or start a local one; returns what undoes it. A Ray that this process is already
-    connected to is used and left as it is."""
+    """Join the Ray at `address`, or start a local one if it is None. Returns a function that disconnects from it again.
+
+    If this process is connected to a Ray already, that one is used, and stays connected.
+    """
     if ray.is_initialized():
         return lambda: None
     # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    environment = {"env_vars": dict(WORKER_ENVIRONMENT)}
-    if address is not None:
-        try:
-            _probe(address)
-            _init_ray(address=address, runtime_env=environment)
-        except (OSError, RuntimeError, ValueError, RayError) as error:
-            raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # "local" never joins another Ray that happens to run on this machine.
+        num_gpus = 0 if device == "cpu" else None
+        _init_ray(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False)
         return ray.shutdown
-    # "local" never joins another Ray that happens to run on this machine.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _init_ray(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=0 if device == "cpu" else None,
-        include_dashboard=False,
-        runtime_env=environment,
-    )
+    try:
+        _probe(address)
+        _init_ray(address=address)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
     return ray.shutdown
 
 
 def _init_ray(**options: Any) -> None:
     """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
+    # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
+    environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
     try:
-        ray.init(logging_level=logging.WARNING, **options)
+        ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
     except BaseException:
-        ray.shutdown()  # what has started by now
+        ray.shutdown()  # stops the parts of Ray that have started
         raise
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 
 
 def _probe(address: str) -> None:
-    """Raise at once if no Ray answers at the address, or refuses our token.
+    """Raise an error at once if no Ray answers at the address, or if it refuses our token.
 
-    Ray itself tries again for minutes, with a warning for each attempt; so the attempt is made in another process.
+    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in another process.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     command = [sys.executable, "-P", "-c", PROBE, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"something listens, and does not answer as Ray does within {PROBE_TIMEOUT_S:g} s") from None
+        raise TimeoutError(
+            f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
+        ) from None
     if probe.returncode:
         raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
 
 
 def _refusal(address: str, error: Exception) -> str:
-    """Why there is no connection, and what to change. Derived from the text of Ray's error."""
+    """Why there is no connection, and what to change. It depends on the text of Ray's error."""
     said = f"{error}\n{error.__cause__}"
     if "resolve node to connect to" in said:
         return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
     if not re.search("authentication.token", said, re.IGNORECASE):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return (
-            f"no Ray cluster answers there ({reason}); start one with `ray start --head`, or leave the key out for a "
-            "local one"
-        )
+        fix = "start one with `ray start --head`, or remove the key to start a local Ray"
+        return f"no Ray cluster answers there ({reason}); {fix}"
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return f"the Ray cluster there asks for a token, and RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
+        return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
     if "InvalidAuthToken" in said:
-        return f"the Ray cluster there has another token than this node; {TOKEN_FIX}"
-    return f"RAY_AUTH_MODE=token is set, and there is no token on this node; {TOKEN_FIX}"
+        return f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
+    return f"RAY_AUTH_MODE=token is set, but there is no token on this node; {TOKEN_FIX}"

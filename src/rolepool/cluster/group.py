@@ -1,8 +1,8 @@
 """Worker groups: the processes of a pool, their roles, and calls on them.
 
-Owns which rank gets which arguments, and finding out which process died if a call fails: a rank whose peer died sees a
-closed connection, and the error must name the peer. There is one group for each pool. The roles of a pool are proxies
-of the same processes, which run calls in the order in which they were made.
+Owns which rank gets which arguments. If a call fails, it finds out which process died: a rank whose peer died only
+sees a closed connection, but the error must name the peer. There is one group for each pool. The roles of a pool are
+proxies of the same processes, which run calls in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.calls import Call, Objects, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
+from rolepool.cluster.calls import PER_DP_GROUP, Call, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
 from rolepool.cluster.launch import Process, await_all, cause_of
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
@@ -41,29 +41,23 @@ _numbers = itertools.count(1)
 
 
 def next_call_number() -> int:
-    """Calls are numbered in the order they are made, on all groups of this process together."""
+    """The number of a new call. All groups of this process count their calls together."""
     return next(_numbers)
 
 
 class WorkerGroup:
-    """The processes of a pool. Made by `Cluster`."""
+    """The processes of a pool. `Cluster` creates it."""
 
     def __init__(self, name: str, processes: Sequence[Process], all_groups: Mapping[str, WorkerGroup]) -> None:
         self.name = name
         self.processes = list(processes)
+        self.world_size = len(self.processes)
+        self.roles: dict[str, RoleProxy] = {}
         self._all_groups = all_groups
-        self._roles: dict[str, RoleProxy] = {}
         self._broken: WorkerError | None = None
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
-        """The last calls, to find the call that a dead process was running. It does not keep results alive."""
-
-    @property
-    def world_size(self) -> int:
-        return len(self.processes)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return tuple(self._roles)
+        """The last calls, to find the call that a dead process was running. The references are weak, so that results
+        can be freed."""
 
     def add_role(
         self,
@@ -78,35 +72,31 @@ class WorkerGroup:
 
         With `blocking=False` it returns at once, and `proxy.ready.get()` waits. Calls can be made before that.
         """
-        if role in self._roles:
-            raise WorkerError(f"{self.name} has a role {role} already")
+        if role in self.roles:
+            raise WorkerError(f"{self.name} already has a role {role}")
         if tensor_parallel < 1 or self.world_size % tensor_parallel:
-            raise WorkerError(f"{self.name} has {self.world_size} processes, which {tensor_parallel} does not divide")
+            raise WorkerError(f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes")
         self.raise_if_broken()
         queued_s = time.time()
         made = PendingCall(self, role, "__init__")
-        made.all_objects.extend(
-            (process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s), None)
-            for process in self.processes
-        )
+        for process in self.processes:
+            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+            made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
-        self._roles[role] = RoleProxy(self, role, worker_class, tensor_parallel, ready)
+        proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)
         if blocking:
-            try:
-                ready.get()
-            except WorkerError:
-                del self._roles[role]
-                raise
-        return self._roles[role]
+            ready.get()
+        self.roles[role] = proxy
+        return proxy
 
     def role(self, role: str, blocking: bool | None = None) -> RoleProxy:
-        """A role's methods. `blocking` overrides what the methods say, for all calls through this proxy."""
-        if role not in self._roles:
-            raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self._roles) or 'none'}")
-        return self._roles[role].with_blocking(blocking)
+        """A proxy of a role. `blocking` overrides the default of each method, for all calls through this proxy."""
+        if role not in self.roles:
+            raise WorkerError(f"{self.name} has no role {role}; it has {', '.join(self.roles) or 'none'}")
+        return self.roles[role].with_blocking(blocking)
 
     def check_exists(self, setting: str, path: str | Path, fix: str) -> None:
-        """Refuse a setting, `key=value`, whose file or folder is not on every node of the pool."""
+        """Raise a ConfigError about `setting` (`key=value`) if a node of the pool does not have the file or folder."""
         asked = {process.actor.why_missing.remote(str(path)): (str(process), self.name) for process in self.processes}
         problems = sorted({problem for problem in await_all(asked, f"look for {path}") if problem})
         if problems:
@@ -119,34 +109,26 @@ class WorkerGroup:
             raise self._broken
 
     def break_with(self, error: WorkerError) -> None:
-        """From now on every call, pending or new, raises this error. Kills all processes, because others may hang."""
+        """Kill all processes, because some may hang. From now on every call, pending or new, raises this error."""
         if self._broken is None:
             self._broken = error
             for process in self.processes:
                 ray.kill(process.actor)
 
     def diagnose(self, error: BaseException, call: PendingCall) -> WorkerError:
-        """The error that a failed call raises: the death or exception that was the first cause of the failure."""
+        """The error that a failed call raises. It is about the death or the exception that caused the failure."""
         self.raise_if_broken()
         cause = cause_of(error)
-        known = self.known_failure(cause)
-        if known is not None:
+        if (known := self.known_failure(cause)) is not None:
             return known
-        groups = {name: group for name, group in self._all_groups.items() if group._broken is None}
+        healthy = [group for group in self._all_groups.values() if group._broken is None]
         errors = []
-        for process, reason in find_deaths([one for group in groups.values() for one in group.processes], cause):
-            group = groups[process.pool]
-            ended = group._call_ended_by(process) or call
-            death = WorkerError(
-                f"{process} died during {ended.role}.{ended.method}: {reason}",
-                pool=process.pool,
-                role=ended.role,
-                rank=process.rank,
-                node=process.address,
-                pid=process.pid,
-                method=ended.method,
-            )
-            errors.append(death)
+        for dead, reason in find_deaths([process for group in healthy for process in group.processes], cause):
+            group = self._all_groups[dead.pool]
+            ended = group._call_ended_by(dead) or call
+            where: dict[str, Any] = {"pool": dead.pool, "rank": dead.rank, "node": dead.address, "pid": dead.pid}
+            message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
+            errors.append(WorkerError(message, role=ended.role, method=ended.method, **where))
             group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:
@@ -157,23 +139,22 @@ class WorkerGroup:
         return named
 
     def known_failure(self, cause: BaseException) -> WorkerError | None:
-        """The error that broke the pool that this error is about, if any: this error may be its consequence."""
+        """If this error is about a broken pool, the error that broke it, because this error may be a consequence."""
         for group in self._all_groups.values():
-            pool_named = isinstance(cause, WorkerError) and cause.pool == group.name
-            actor_named = isinstance(cause, ActorGoneError) and any(
-                process.actor_id == cause.actor_id for process in group.processes
-            )
-            if group._broken is not None and (pool_named or actor_named):
+            names_pool = isinstance(cause, WorkerError) and cause.pool == group.name
+            names_process = any(is_death_of(process, cause) for process in group.processes)
+            if group._broken is not None and (names_pool or names_process):
                 return group._broken
         return None
 
     def _call_ended_by(self, process: Process) -> PendingCall | None:
-        """The first call to which a process had not replied when it died."""
+        """The first call that was running or queued in a process when the process died."""
         calls = [call for call in (reference() for reference in self.recent) if call is not None]
-        return next((call for call in calls if call.was_ended_by_death_of(process)), None)
+        answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
+        return next((call for call, answer in answers if is_death_of(process, error_of(answer))), None)
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self._roles) or 'none'}>"
+        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self.roles) or 'none'}>"
 
 
 @dataclass(eq=False, repr=False)
@@ -185,38 +166,28 @@ class RoleProxy:
     worker_class: type[Worker]
     tp_size: int
     ready: CallFuture
-    """The construction of the role."""
+    """Ends when every process has constructed the role."""
     blocking: bool | None = None
     """The default of calls through this proxy; None means what each method was registered with."""
 
     def __post_init__(self) -> None:
+        self.world_size = self.group.world_size
+        self.dp_size = self.world_size // self.tp_size
         self._specs = registered_methods(self.worker_class)
-
-    @property
-    def world_size(self) -> int:
-        return self.group.world_size
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size // self.tp_size
+        for name, spec in self._specs.items():
+            self.__dict__.setdefault(name, partial(self._call, name, spec))
 
     def with_blocking(self, blocking: bool | None) -> RoleProxy:
         return replace(self, blocking=blocking)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        specs = self.__dict__.get("_specs", {})
-        if name not in specs:
-            known = ", ".join(sorted(specs)) or "none"
-            raise AttributeError(f"{self.worker_class.__name__} has no registered method {name}; it has {known}")
-        spec = specs[name]
+        known = ", ".join(sorted(self.__dict__.get("_specs", ()))) or "none"
+        raise AttributeError(f"{self.worker_class.__name__} has no registered method {name}; it has {known}")
 
-        def call(*args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
-            future = self._submit(name, spec, args, kwargs)
-            chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
-            return future.get() if chosen else future
-
-        self.__dict__[name] = call  # the next call finds it without coming here
-        return call
+    def _call(self, method: str, spec: MethodSpec, /, *args: Any, blocking: bool | None = None, **kwargs: Any) -> Any:
+        future = self._submit(method, spec, args, kwargs)
+        chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
+        return future.get() if chosen else future
 
     def _submit(self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         self.group.raise_if_broken()
@@ -224,48 +195,37 @@ class RoleProxy:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
         processes = self.group.processes[:1] if only_zero else self.group.processes
-        num_parts = self._num_parts(name, spec, args, kwargs, len(processes))
         sources = list(sources_of((*args, *kwargs.values())))
-        call = Call(
-            role=self.role_name,
-            method=name,
-            args=args,
-            kwargs=kwargs,
-            queued_s=time.time(),
-            number=next_call_number(),
-            after=tuple(sorted({source.number for source in sources})),
-            one_reply_per_dp_group=spec.dispatch in PER_DP_GROUP,
-            returns_rows=spec.dispatch is Dispatch.DP_COMPUTE_PROTO,
-        )
-        stride = self.tp_size if call.one_reply_per_dp_group else 1
+        after = tuple(sorted({source.number for source in sources}))
+        call = Call(self.role_name, name, args, kwargs, time.time(), next_call_number(), after)
+        num_parts = self._num_parts(call, spec, len(processes))
+        stride = self.tp_size if spec.dispatch in PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
+        returns_rows = spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
-            if rank % ranks_per_part == 0:  # the ranks of an earlier part are already at work
+            if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
                 packed, objects = pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
-            direct, stored = zip(*objects, strict=True) if objects else ((), ())
-            if call.returns_rows:
-                pending.all_objects.append(tuple(process.actor.run_rows.remote(packed, stored, *direct)))
-            else:
-                pending.all_objects.append((process.actor.run.remote(packed, stored, *direct), None))
-        if call.returns_rows:
+                direct, stored = zip(*objects, strict=True) if objects else ((), ())
+            run = process.actor.run_rows if returns_rows else process.actor.run
+            answer = run.remote(packed, stored, *direct)
+            pending.all_objects.append(tuple(answer) if returns_rows else (answer, None))
+        if returns_rows:
             return DataProtoFuture([pending])
         collect = collect_first if only_zero else collect_list
         return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
 
-    def _num_parts(
-        self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], num_ranks: int
-    ) -> int:
-        """How many different messages there are; neighbouring ranks share one. Checks the lengths of lists."""
-        if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (args or kwargs):
+    def _num_parts(self, call: Call, spec: MethodSpec, num_ranks: int) -> int:
+        """The number of different messages; neighbouring ranks get the same one. Checks the lengths of lists."""
+        if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (call.args or call.kwargs):
             return 1
-        num_parts = num_ranks if num_ranks == 1 or spec.dispatch is Dispatch.ALL_TO_ALL else self.dp_size
-        for key, value in (*enumerate(args), *kwargs.items()) if spec.dispatch in LISTS else ():
+        num_parts = num_ranks if spec.dispatch is Dispatch.ALL_TO_ALL else min(num_ranks, self.dp_size)
+        for key, value in (*enumerate(call.args), *call.kwargs.items()) if spec.dispatch in LISTS else ():
             if not isinstance(value, list | tuple) or len(value) != num_parts:
                 size = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
                 raise DataError(
-                    f"{self.role_name}.{name}: argument {key} must be a list, one entry for each of {num_parts} "
+                    f"{call.role}.{call.method}: argument {key} must be a list with one entry for each of {num_parts} "
                     f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
                 )
         return num_parts
@@ -274,7 +234,6 @@ class RoleProxy:
         return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
 
-PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
 """Modes in which every argument is a list."""
 
@@ -288,9 +247,9 @@ class PendingCall:
     method: str
     number: int = 0
     stride: int = 1
-    """Every so many ranks one returns a result."""
+    """A result is returned by one of so many neighbouring ranks."""
     sources: Sequence[Pending] = ()
-    all_objects: Objects = field(default_factory=list, init=False)
+    all_objects: list[tuple[Any, Any]] = field(default_factory=list, init=False)
     """References to the reply of each rank and to the data that is stored for it."""
     _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
@@ -307,7 +266,7 @@ class PendingCall:
         return [reply for reply, _ in self.all_objects]
 
     @property
-    def objects(self) -> Objects:
+    def objects(self) -> list[tuple[Any, Any]]:
         """References to the replies with a result, to pass them to another call without reading them."""
         return self.all_objects[:: self.stride]
 
@@ -315,25 +274,12 @@ class PendingCall:
         return self._wait(timeout_s)[:: self.stride]
 
     def spans(self, timeout_s: float | None) -> list[Span]:
-        return [
-            reply.span.on_clock(self.group.processes[reply.span.rank].clock_ahead_s) for reply in self._wait(timeout_s)
-        ]
+        spans = [reply.span for reply in self._wait(timeout_s)]
+        return [span.on_clock(self.group.processes[span.rank].clock_ahead_s) for span in spans]
 
     def has_ended(self, within_s: float) -> bool:
         ready, _ = ray.wait(self.all_refs, num_returns=len(self.all_refs), timeout=within_s)
         return len(ready) == len(self.all_refs)
-
-    def was_ended_by_death_of(self, process: Process) -> bool:
-        """Whether this call was running or queued in a process when the process died."""
-        if process.rank >= len(self.all_refs):
-            return False
-        try:
-            ray.get(self.all_refs[process.rank], timeout=0)
-        except ActorGoneError as error:
-            return bool(error.actor_id == process.actor_id)
-        except RayError:
-            return False
-        return False
 
     def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         try:
@@ -350,6 +296,8 @@ class PendingCall:
         while self._replies is None:
             try:
                 packed = ray.get(self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
+                self.sources = ()
             except GetTimeoutError:
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
@@ -357,29 +305,32 @@ class PendingCall:
             except RayError as error:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
-            else:
-                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
-                self.sources = ()
         return self._replies
 
 
 # Ray's errors
 
 
+def is_death_of(process: Process, error: BaseException | None) -> bool:
+    """Whether an error of Ray says that this process died."""
+    return isinstance(error, ActorGoneError) and error.actor_id == process.actor_id
+
+
+def error_of(answer: Any) -> RayError | None:
+    """The error of a call on a process; None if the call succeeded. GetTimeoutError if it has not ended yet."""
+    try:
+        ray.get(answer, timeout=0)
+    except RayError as error:
+        return error
+    return None
+
+
 def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
-    """The processes that died, and why: the one that the cause names, or those that do not answer a ping."""
+    """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
     if isinstance(cause, ActorGoneError):
-        return [(process, reason_of(cause)) for process in processes if process.actor_id == cause.actor_id]
+        return [(process, reason_of(cause)) for process in processes if is_death_of(process, cause)]
     asked = [process.actor.ping.remote() for process in processes]
     ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
-    deaths = []
-    for process, answer in zip(processes, asked, strict=True):
-        try:
-            ray.get(answer, timeout=0)
-        except GetTimeoutError:
-            continue  # it is busy: if it were dead, Ray would answer
-        except ActorGoneError as error:
-            deaths.append((process, reason_of(error)))
-        except RayError:
-            continue
-    return deaths
+    # A process that does not answer in time is busy. If it were dead, Ray would answer.
+    found = zip(processes, map(error_of, asked), strict=True)
+    return [(process, reason_of(error)) for process, error in found if error and is_death_of(process, error)]

@@ -1,16 +1,17 @@
 """From a plan to running processes: one on every slot, each on exactly the GPU that the plan says.
 
-Owns what Ray says about nodes, the placement group, and the start of processes. There is one bundle for each GPU, fixed
-to its node, and all processes that share the GPU are in it: only inside bundles of whole GPUs does Ray place fractions
-of a GPU on exact GPUs.
+Owns the list of nodes, the placement group, and the start of processes. There is one bundle for each GPU, fixed to its
+node, and all processes that share the GPU are in it, because Ray assigns a fraction of an exact GPU only inside bundles
+of whole GPUs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from typing import Any
 import ray
 import ray._private.state as ray_state
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
-from rolepool.errors import PlacementError, WorkerError
+from rolepool.errors import PlacementError, RolepoolError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.pools import Slot
 from rolepool.protocol.worker import WorkerContext
@@ -36,20 +37,14 @@ START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
 
 
-@dataclass(frozen=True)
-class Process:
+@dataclass(kw_only=True, eq=False)
+class Process(Whereabouts):
     """A running worker process and its rank."""
 
     actor: Any
     pool: str
     rank: int
     slot: Slot
-    address: str
-    pid: int
-    node_id: str
-    gpus: tuple[int, ...]
-    """The indices on its node of the GPUs it holds: one, or none on a CPU slot."""
-    gpu_memory_bytes: int | None
     clock_ahead_s: float = 0.0
     """How far the clock of its node is ahead of the driver's clock."""
 
@@ -90,16 +85,16 @@ def live_nodes() -> list[Node]:
 
 
 def slot_device(device: str, nodes: Sequence[Node]) -> str:
-    """What the slots of a plan are. `auto` means GPUs if the cluster has any."""
+    """The device of a plan's slots. `auto` means GPUs if the cluster has any."""
     if device != "auto":
         return device
     return "cuda" if any(node.num_gpus for node in nodes) else "cpu"
 
 
 def _users_of(node: Node) -> str:
-    """Who uses a node beside us: placement groups and actors, and the drivers of other jobs.
+    """Who else uses a node: actors with the drivers of their jobs, and placement groups.
 
-    Ray does not say which GPU an actor holds, only on which node it is.
+    Ray does not tell which GPU an actor holds, only on which node it is.
     """
     ours = ray.get_runtime_context().get_job_id()
     drivers = {
@@ -116,88 +111,69 @@ def _users_of(node: Node) -> str:
         num_bundles = list(group["bundles_to_node_id"].values()).count(node.node_id)
         if num_bundles and group["state"] == "CREATED":
             users.add(f"placement group {group['name'] or group['placement_group_id']} with {num_bundles} bundles")
-    return ", ".join(sorted(users)) or "nobody that Ray names"
+    return ", ".join(sorted(users)) or "no actor that Ray knows"
 
 
 # Start
 
 
 def launch(
-    plan: Plan, nodes: Sequence[Node], *, timeout_s: float, run_seed: int
-) -> tuple[dict[str, list[Process]], PlacementGroup]:
-    """Start the plan's processes, all pools at the same time. Returns the processes of each pool and their resources.
+    plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float, run_seed: int
+) -> dict[str, list[Process]]:
+    """Start the plan's processes, all pools at the same time. Returns the processes of each pool.
 
-    Raises PlacementError or WorkerError; every wait has a timeout.
+    `cleanup` ends the processes and releases their resources, also those of a start that failed. Raises PlacementError
+    or WorkerError; every wait has a timeout.
     """
     device = slot_device(plan.device, nodes)
-    _check_it_can_ever_fit(plan, nodes, device)
+    _check_capacity(plan, nodes, device)
     if plan.mps and device == "cpu":
-        raise PlacementError("placement.mps=true: is for GPUs, and the cluster has none; set placement.mps=false")
-    slots = sorted(_num_processes(plan))
-    group = _reserve(plan, slots, nodes, device, timeout_s)
-    started: dict[str, list[Any]] = {}
-    try:
-        bundles = {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
-        for name, pool in plan.pools.items():
-            num_gpus = 0 if device == "cpu" else pool.share
-            started[name] = [_start(bundles[slot], num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
-        found = _await_start(started)
-        processes = {name: _match(name, plan, started[name], found[name], nodes, device) for name in plan.pools}
-        if plan.mps:
-            _start_mps(plan, processes)
-        shares = {name: pool.share for name, pool in plan.pools.items()}
-        _form_pools(shares, processes, "cpu" if device == "cpu" else plan.device, run_seed)
-        processes = _with_clocks(processes)
-    except BaseException:
-        for actor in (actor for actors in started.values() for actor in actors):
-            ray.kill(actor)
-        remove_placement_group(group)
-        raise
-    return processes, group
+        raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
+    bundles = _reserve(plan, nodes, device, timeout_s, cleanup)
+    actors = {}
+    for name, pool in plan.pools.items():
+        num_gpus = 0 if device == "cpu" else pool.share
+        actors[name] = [_start(bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
+    found = _await_start(actors)
+    pools = {name: _match(name, plan.pools[name].slots, actors[name], found[name], nodes, device) for name in actors}
+    if plan.mps:
+        _start_mps(plan, pools)
+    shares = {name: pool.share for name, pool in plan.pools.items()}
+    _form_pools(shares, pools, "cpu" if device == "cpu" else plan.device, run_seed)
+    _measure_clocks([process for processes in pools.values() for process in processes])
+    return pools
 
 
-def launch_helpers(name: str, count: int, *, run_seed: int) -> list[Process]:
-    """Processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they are for
-    light work such as rule rewards."""
+def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
+    """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
+    are for light work such as rule rewards."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actors = [_start(here, num_cpus=0, num_gpus=0) for _ in range(count)]
-    try:
-        found = _await_start({name: actors})[name]
-        processes = [Process(actors[rank], name, rank, Slot(0, rank), *found[rank]) for rank in range(count)]
-        _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor)
-        raise
+    actors = [_start(here, cleanup, num_cpus=0, num_gpus=0) for _ in range(count)]
+    found = _await_start({name: actors})[name]
+    processes = _match(name, [Slot(0, rank) for rank in range(count)], actors, found, (), "cpu")
+    _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     return processes
 
 
-def _num_processes(plan: Plan) -> Counter[Slot]:
-    """How many processes share each slot."""
-    return Counter(slot for pool in plan.pools.values() for slot in pool.slots)
-
-
-def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> None:
-    """Refuse, for each pool and node, what the cluster lacks however long one waits."""
+def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str) -> None:
+    """Raise an error if the cluster can never provide what the plan needs, with a line for each pool and node."""
     problems = []
     word = "CPUs" if device == "cpu" else "GPUs"
     for name, pool in plan.pools.items():
         for index, count in pool.counts_by_node.items():
+            highest = max(slot.gpu for slot in pool.slots if slot.node == index)
             if index >= len(nodes):
                 problems.append(
                     f"Not enough nodes: {name} needs {count} {word} on node {index}, and the cluster has {len(nodes)} "
                     f"node{'s' if len(nodes) > 1 else ''}; add nodes (ray start), or lower trainer.nnodes"
                 )
-                continue
-            highest = max(slot.gpu for slot in pool.slots if slot.node == index)
-            has = nodes[index].slots(device)
-            if highest >= has:
+            elif highest >= nodes[index].slots(device):
                 problems.append(
                     f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
-                    f"{highest}, and the node has {has}; lower trainer.n_gpus_per_node, or add {word}"
+                    f"{highest}; the node has {nodes[index].slots(device)}; lower trainer.n_gpus_per_node or add {word}"
                 )
     for index, node in enumerate(nodes):
-        num_processes = sum(count for slot, count in _num_processes(plan).items() if slot.node == index)
+        num_processes = sum(pool.counts_by_node.get(index, 0) for pool in plan.pools.values())
         if num_processes > node.num_cpus:
             problems.append(
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
@@ -207,15 +183,18 @@ def _check_it_can_ever_fit(plan: Plan, nodes: Sequence[Node], device: str) -> No
         raise PlacementError(problems)
 
 
-def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: str, timeout_s: float) -> PlacementGroup:
-    """Wait for a bundle on each slot. If that takes too long, the error says who uses the nodes."""
-    num_processes = _num_processes(plan)
+def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack) -> dict[Slot, Any]:
+    """Wait for a bundle on each slot, and return where to start its processes. If the wait takes too long, the error
+    says who uses the nodes."""
+    num_processes = Counter(slot for pool in plan.pools.values() for slot in pool.slots)
+    slots = sorted(num_processes)
     gpu = {} if device == "cpu" else {"GPU": 1.0}
     bundles = [{"CPU": float(num_processes[slot]), **gpu} for slot in slots]
     fixed = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
-    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
+    cleanup.callback(remove_placement_group, group)
     if group.wait(timeout_s):
-        return group
+        return {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
     word = "CPU" if device == "cpu" else "GPU"
     available = ray_state.available_resources_per_node()
     problems = []
@@ -226,61 +205,67 @@ def _reserve(plan: Plan, slots: Sequence[Slot], nodes: Sequence[Node], device: s
             problems.append(
                 f"Not enough {word}s within placement.timeout_s={timeout_s:g}: {name} needs {count * pool.share:g} on "
                 f"node {index} ({node.address}), {free:g} of {node.slots(device)} are free; "
-                f"on the node: {_users_of(node)}; wait for it, or use fewer {word}s"
+                f"on the node: {_users_of(node)}; wait until they are free, or use fewer {word}s"
             )
-    remove_placement_group(group)
     raise PlacementError(problems)
 
 
-def _start(where: Any, *, num_cpus: int, num_gpus: float) -> Any:
+def _start(where: Any, cleanup: ExitStack, *, num_cpus: int, num_gpus: float) -> Any:
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
     options = actor_class.options(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
-    return options.remote(str(Path.cwd()), EXTENSIONS)
+    actor = options.remote(str(Path.cwd()), EXTENSIONS)
+    cleanup.callback(ray.kill, actor)
+    return actor
 
 
-def _await_start(started: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
-    """Wait until every process has started; log the progress."""
+def _await_start(actors: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
+    """Wait until every process has started, and log the progress."""
     asked = {
         actor.whereabouts.remote(): (f"a process of {name}", name)
-        for name, actors in started.items()
-        for actor in actors
+        for name, members in actors.items()
+        for actor in members
     }
-    for num_started, _ in enumerate(await_all(asked, "start"), 1):
-        logger.info("started %d of %d worker processes", num_started, len(asked))
-    refs = iter(asked)
-    return {name: [ray.get(next(refs)) for _ in actors] for name, actors in started.items()}
+    answers = iter(await_all(asked, "start", "started %d of %d worker processes"))
+    return {name: [next(answers) for _ in members] for name, members in actors.items()}
 
 
-def await_all(asked: dict[Any, tuple[str, str]], what: str) -> Iterator[Any]:
-    """The answers in the order in which they arrive. `asked` names the process and the pool for each of them."""
+def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None = None) -> list[Any]:
+    """Wait for the answers of all processes and return them. The first error is raised at once.
+
+    `asked` has the reference of each answer, with the process and the pool that errors name. `what` says in errors what
+    the processes do, and `progress` is logged after each answer, with the number of answers.
+    """
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         who, pool = asked[(ready or waiting)[0]]
         if not ready:
-            missing = f"{len(waiting)} of {len(asked)} processes are missing"
+            missing = f"{len(waiting)} of {len(asked)} processes have not answered"
             raise WorkerError(f"{who} did not {what} within {START_TIMEOUT_S:.0f} s; {missing}", pool=pool)
         try:
-            yield ray.get(ready[0])
+            ray.get(ready[0])
         except RayError as error:
             cause = cause_of(error)
-            if isinstance(cause, WorkerError):
+            if isinstance(cause, RolepoolError):
                 raise cause from None
             raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool) from None
+        if progress is not None:
+            logger.info(progress, len(asked) - len(waiting), len(asked))
+    return list(ray.get(list(asked)))
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a worker raised, without the wrappers that Ray adds each time it is passed on."""
+    """The exception of the worker, without the exceptions that Ray wraps around it each time it is passed on."""
     while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
         error = error.cause
     return error
 
 
 def _match(
-    name: str, plan: Plan, actors: list[Any], found: list[Whereabouts], nodes: Sequence[Node], device: str
+    name: str, slots: Sequence[Slot], actors: list[Any], found: list[Whereabouts], nodes: Sequence[Node], device: str
 ) -> list[Process]:
-    """The pool's processes in rank order, each on the slot it really holds. Raises if it is not the plan's slot."""
-    slots = list(plan.pools[name].slots)
+    """The pool's processes in rank order, each on the slot it really holds. Raises a PlacementError if that is not
+    the plan's slot."""
     held = slots
     if device != "cpu":
         index_of = {node.node_id: index for index, node in enumerate(nodes)}
@@ -289,29 +274,26 @@ def _match(
     if missing:
         slot, given = missing[0], sorted(set(held) - set(slots))
         raise PlacementError(
-            f"{name} rank {slots.index(slot)} is planned on node {slot.node} GPU {slot.gpu}, and Ray gave "
+            f"{name} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}, but Ray assigned "
             f"{' and '.join(f'node {node} GPU {gpu}' for node, gpu in given)}: GPU {slot.gpu} is held by another job; "
-            f"on the node: {_users_of(nodes[slot.node])}; wait for it, or plan around it with fewer GPUs"
+            f"on the node: {_users_of(nodes[slot.node])}; wait until that job ends, or plan with fewer GPUs"
         )
     order = [held.index(slot) for slot in slots]
-    return [Process(actors[i], name, rank, slots[rank], *found[i]) for rank, i in enumerate(order)]
+    return [
+        Process(**vars(found[index]), actor=actors[index], pool=name, rank=rank, slot=slots[rank])
+        for rank, index in enumerate(order)
+    ]
 
 
 def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
     """Start one daemon on every node, in the first process that shares a GPU there, before any of them uses its GPU."""
-    sharing: dict[int, list[Process]] = {}
+    sharing: dict[int, list[Process]] = defaultdict(list)
     for process in (process for name in plan.sharing_pools for process in processes[name]):
-        sharing.setdefault(process.slot.node, []).append(process)
-    started = {node: members[0].actor.start_mps.remote() for node, members in sharing.items()}
-    for node, members in sharing.items():
-        try:
-            variables = ray.get(started[node], timeout=START_TIMEOUT_S)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            raise WorkerError(
-                f"placement.mps=true: no CUDA MPS on node {node} after {START_TIMEOUT_S:.0f} s: {reason_of(error)}"
-            ) from None
+        sharing[process.slot.node].append(process)
+    firsts = [members[0] for members in sharing.values()]
+    asked = {first.actor.start_mps.remote(): (str(first), first.pool) for first in firsts}
+    answers = await_all(asked, "start CUDA MPS (placement.mps=true)")
+    for (node, members), variables in zip(sharing.items(), answers, strict=True):
         # A process runs this before it takes its rank, which is when it first uses its GPU.
         for process in members:
             process.actor.set_environment.remote(variables)
@@ -323,38 +305,26 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
     joined = {}
     for name, members in processes.items():
         nodes = [process.slot.node for process in members]
+        base = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
         addresses = []
-        for rank, process in enumerate(members):
-            context = WorkerContext(
-                pool=name,
-                rank=rank,
-                world_size=len(members),
-                local_rank=nodes[:rank].count(nodes[rank]),
-                local_world_size=nodes.count(nodes[rank]),
-                device=device,
-                run_seed=run_seed,
-            )
+        for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
+            context = replace(base, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node))
             addresses.append(process.actor.take_rank.remote(context, shares[name]))
         for process in members:
             joined[process.actor.join_pool.remote(addresses[0], START_TIMEOUT_S)] = str(process), name
-    for _ in await_all(joined, "meet the other ranks of its pool"):
-        pass
+    await_all(joined, "meet the other ranks of its pool")
 
 
-def _with_clocks(processes: dict[str, list[Process]]) -> dict[str, list[Process]]:
-    """Measure how far the clocks of other nodes are ahead, by the fastest of a few questions to each."""
+def _measure_clocks(processes: Sequence[Process]) -> None:
+    """Measure how far the clocks of other nodes are ahead. Each is asked a few times; the fastest answer is used."""
     ahead_s = {ray.util.get_node_ip_address(): 0.0}
-    for process in (process for members in processes.values() for process in members):
-        if process.address in ahead_s:
-            continue
-        answers = []
-        for _ in range(NUM_CLOCK_QUESTIONS):
-            asked_s = time.time()
-            told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
-            answered_s = time.time()
-            answers.append((answered_s - asked_s, told_s - (asked_s + answered_s) / 2))
-        ahead_s[process.address] = min(answers)[1]
-    return {
-        name: [replace(process, clock_ahead_s=ahead_s[process.address]) for process in members]
-        for name, members in processes.items()
-    }
+    for process in processes:
+        if process.address not in ahead_s:
+            answers = []
+            for _ in range(NUM_CLOCK_QUESTIONS):
+                asked_s = time.time()
+                told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
+                answered_s = time.time()
+                answers.append((answered_s - asked_s, told_s - (asked_s + answered_s) / 2))
+            ahead_s[process.address] = min(answers)[1]
+        process.clock_ahead_s = ahead_s[process.address]

@@ -1,7 +1,7 @@
-"""CUDA MPS on one node: kernels of processes that share a GPU run side by side instead of in turns.
+"""CUDA MPS on one node: kernels of processes that share a GPU run at the same time instead of one after another.
 
-Owns the daemon: that it runs before a process uses the GPU, and that it ends with the process that started it, however
-that one ends. Knows neither pools nor Ray.
+Owns the daemon. It ends with the process that started it, no matter how that process ends. This module knows neither
+pools nor Ray.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rolepool.errors import PlacementError
 
 CONTROL = "nvidia-cuda-mps-control"
 START_TIMEOUT_S = 30.0
-"""For the daemon and its server to start."""
+"""The time in which the daemon and its server must start."""
 ASK_TIMEOUT_S = 10.0
 
-# Reads until the process that started it is gone, then ends the daemon, with the servers that are its children, and
-# removes its folder. It runs in the background of a shell that is over at once, for Ray kills the children of a worker
-# that ends, but not theirs.
+# Waits until the process that started it has ended. Then it stops the daemon and its servers (which are its children),
+# and removes its folder. It runs in the background of a shell that exits at once: when a worker ends, Ray kills its
+# children, but not the children of its children.
 KEEPER = f"""
 exec 3<&0
 (
@@ -37,12 +37,12 @@ exec 3<&0
 
 
 class MpsDaemon:
-    """A running daemon of our own, beside any other on the node. It ends when this process does."""
+    """Our own running daemon, separate from any other on the node. It ends when this process ends."""
 
     def __init__(self) -> None:
         if shutil.which(CONTROL) is None:
             _refuse(f"{CONTROL} is not on the PATH")
-        # Not the system's choice of a folder: the paths of sockets must be short.
+        # Always in /tmp, not in the system's default folder, because the paths of sockets must be short.
         folder = Path(tempfile.mkdtemp(prefix="rolepool-mps-", dir="/tmp"))
         pipes, self._logs = folder / "pipe", folder / "log"
         pipes.mkdir()
@@ -51,40 +51,34 @@ class MpsDaemon:
         # The daemon must see every GPU: clients count the GPUs that it sees, and a worker has the node's own numbers.
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._full_environment = others | self.environment
-        self._keep(folder)
+        watched, self._held = os.pipe()
+        keeper = ["sh", "-c", KEEPER, "sh", str(folder)]
+        subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
+        os.close(watched)
+        deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            self._start()
+            if self._control("", "-d") is None:
+                _refuse(f"{CONTROL} -d failed: {self._last_log_line()}")
+            # The server starts now, not with its first client, so that a problem is known at once.
+            while self._control(f"start_server -uid {os.getuid()}") is None:
+                self._wait(deadline, "the daemon to answer")
+            while not self._control("get_server_list"):
+                self._wait(deadline, "its server to start")
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let the keeper end the daemon now."""
+        """Stop the daemon now: the keeper notices that the pipe is closed."""
         os.close(self._held)
-
-    def _keep(self, folder: Path) -> None:
-        watched, self._held = os.pipe()
-        keeper = ["sh", "-c", KEEPER, "sh", str(folder)]
-        subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
-        os.close(watched)
-
-    def _start(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        if self._control("", "-d") is None:
-            _refuse(f"{CONTROL} -d failed: {self._last_words()}")
-        # The server starts now, and not with its first client, so that what hinders it is known at once.
-        while self._control(f"start_server -uid {os.getuid()}") is None:
-            self._wait(deadline, "the daemon to answer")
-        while not self._control("get_server_list"):
-            self._wait(deadline, "its server to start")
 
     def _wait(self, deadline: float, awaited: str) -> None:
         if time.monotonic() > deadline:
-            _refuse(f"waited {START_TIMEOUT_S:g} s for {awaited}, and its last words were: {self._last_words()}")
+            _refuse(f"waited {START_TIMEOUT_S:g} s for {awaited}; the last line of its log: {self._last_log_line()}")
         time.sleep(0.1)
 
     def _control(self, command: str, *options: str) -> str | None:
-        """What it answers; None when it fails. Through a file, since a daemon may hold on to a pipe it inherits."""
+        """The answer to a command; None if it fails. Read from a file, because the daemon may keep a pipe open."""
         output = self._logs / "output"
         with output.open("w") as file:
             try:
@@ -101,15 +95,13 @@ class MpsDaemon:
                 return None
         return output.read_text().strip()
 
-    def _last_words(self) -> str:
-        """The last line of the first log that has one."""
+    def _last_log_line(self) -> str:
+        """The last line of the first log that is not empty."""
         logs = [self._logs / name for name in ("server.log", "control.log", "output")]
         texts = [log.read_text(errors="replace").strip() for log in logs if log.exists()]
         return next((text.splitlines()[-1] for text in texts if text), "nothing")
 
 
 def _refuse(what: str) -> NoReturn:
-    raise PlacementError(
-        f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; set placement.mps=false, "
-        "or make MPS work there"
-    )
+    fix = "set placement.mps=false, or fix MPS there"
+    raise PlacementError(f"placement.mps=true: CUDA MPS does not start on {socket.gethostname()}: {what}; {fix}")
