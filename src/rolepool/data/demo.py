@@ -42,7 +42,7 @@ VOCABULARY = (PAD, EOS, UNKNOWN, ANSWER, *LETTERS)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 CHAT_TEMPLATE += "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 MARKER = "made_by_rolepool.json"
 
@@ -102,7 +102,7 @@ def _write(demo: Demo) -> None:
     for file, chosen in splits.items():
         with file.open("w", encoding="utf-8") as lines:
             for index, letters in enumerate(chosen):
-                row = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": letters}]}
+                row: dict[str, Any] = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": letters}]}
                 row["reward_model"] = {"style": "rule", "ground_truth": next_letters(letters)}
                 row["extra_info"] = {"split": file.stem, "index": index}
                 lines.write(json.dumps(row) + "\n")

@@ -204,7 +204,12 @@ class PromptLoader:
             )
         self._prompts, self._batch_size = prompts, batch_size
         # What must be the same to resume at a saved position.
-        self._identity = {"num_rows": len(prompts), "digest": prompts.digest, "seed": seed, "shuffle": shuffle}
+        self._identity: dict[str, Any] = {
+            "num_rows": len(prompts),
+            "digest": prompts.digest,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
         self.num_steps_per_epoch = len(prompts) // batch_size
         self.epoch = -1
         """The epoch of the next batch; the first is 0."""
