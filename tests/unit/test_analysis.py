@@ -51,6 +51,10 @@ def spans_of(
     ]
 
 
+def waits_in(lane: list[Interval]) -> list[Interval]:
+    return [interval for interval in lane if interval.kind != "busy"]
+
+
 # Worked by hand
 
 
@@ -81,34 +85,32 @@ def test_a_step_that_lost_its_generation_has_no_bounds_and_does_not_lengthen_the
 
 
 def test_waits_of_two_pools_are_those_worked_out_by_hand() -> None:
-    found = {(lane.pool, lane.rank): lane for lane in lanes(Timeline(two_pools()), 110.0, 120.0)}
+    found = lanes(Timeline(two_pools()), 110.0, 120.0)
     assert list(found) == [("a", 0), ("a", 1), ("b", 0), (DRIVER, 0)]
-    busy = [(each.operation, each.span.start_s, each.span.end_s) for each in found["b", 0].spans]
+    busy = [(each.operation, each.start_s, each.end_s) for each in found["b", 0] if each.kind == "busy"]
     assert busy == [("update_critic", 110.0, 111.0), ("values", 114.5, 116.0), ("update_critic", 117.5, 120.0)]
     until_update = [Interval("data", "b", "values", 115.0, 116.0), Interval("turn", DRIVER, "adv", 116.0, 117.0)]
-    assert found["a", 0].waits == [
-        Interval("imbalance", "a", "gen", 113.0, 114.0),
-        *until_update,
-    ]
-    assert found["a", 1].waits == until_update
-    assert found["b", 0].waits == [
+    assert waits_in(found["a", 0]) == [Interval("imbalance", "a", "gen", 113.0, 114.0), *until_update]
+    assert waits_in(found["a", 1]) == until_update
+    assert waits_in(found["b", 0]) == [
         Interval("data", "a", "gen", 111.0, 114.0),
         Interval("turn", "", "", 114.0, 114.5),
         Interval("turn", DRIVER, "adv", 116.0, 117.0),
         Interval("turn", "", "", 117.0, 117.5),
     ]
-    assert found[DRIVER, 0].waits[-1] == Interval("nothing", "", "", 117.0, 120.0)
+    assert found[DRIVER, 0][-1] == Interval("nothing", "", "", 117.0, 120.0)
 
 
 def test_a_wait_that_ends_after_the_step_is_explained_by_the_next_steps_calls() -> None:
-    (waiting,) = [lane for lane in lanes(Timeline(two_pools()), 100.0, 110.0) if lane.pool == DRIVER]
-    assert waiting.waits[-1] == Interval("data", "a", "update_actor", 107.0, 110.0)
+    assert lanes(Timeline(two_pools()), 100.0, 110.0)[DRIVER, 0][-1] == Interval(
+        "data", "a", "update_actor", 107.0, 110.0
+    )
 
 
 def test_the_critical_path_is_the_one_worked_out_by_hand() -> None:
     assert critical_path(Timeline(two_pools()), 100.0, 110.0) == [
         Interval("work", "a", "gen", 100.0, 104.0),
-        Interval("hand-over", "b", "values", 104.0, 104.5),
+        Interval("hand-over", "", "", 104.0, 104.5),
         Interval("work", "b", "values", 104.5, 106.0),
         Interval("work", DRIVER, "adv", 106.0, 107.0),
         Interval("work", "a", "update_actor", 107.0, 110.0),
@@ -117,7 +119,7 @@ def test_the_critical_path_is_the_one_worked_out_by_hand() -> None:
 
 def test_the_last_steps_critical_path_ends_in_what_ended_last() -> None:
     assert critical_path(Timeline(two_pools()), 110.0, 121.0)[-2:] == [
-        Interval("hand-over", "b", "update_critic", 117.0, 117.5),
+        Interval("hand-over", "", "", 117.0, 117.5),
         Interval("work", "b", "update_critic", 117.5, 121.0),
     ]
 
@@ -164,7 +166,7 @@ def test_data_that_a_wrong_clock_says_came_after_the_start_still_counts_as_its_c
         ("gen", 0.0, 5.25),
         ("values", 5.25, 8.0),
     ]
-    assert lanes(Timeline(spans), 0.0, 8.0)[1].waits == [Interval("data", "a", "gen", 0.0, 5.0)]
+    assert waits_in(lanes(Timeline(spans), 0.0, 8.0)["b", 0]) == [Interval("data", "a", "gen", 0.0, 5.0)]
 
 
 def test_a_resumed_run_which_numbers_its_calls_anew_is_explained_by_its_own_calls() -> None:
@@ -192,7 +194,7 @@ def test_spans_without_duration_that_name_each_other_do_not_hang_the_walk() -> N
 
 def test_nothing_recorded_is_nothing_to_explain() -> None:
     assert step_bounds([]) == {}
-    assert lanes(Timeline([]), 0.0, 1.0) == []
+    assert lanes(Timeline([]), 0.0, 1.0) == {}
     assert critical_path(Timeline([]), 0.0, 1.0) == [Interval("hand-over", "", "", 0.0, 1.0)]
     assert step_metrics(Timeline([]), 0.0, 1.0) == {"overlap/fraction": 0.0, "overlap/saved_s": 0.0}
 
@@ -283,21 +285,19 @@ def windows(schedule: Schedule) -> list[tuple[float, float]]:
 def test_spans_and_waits_fill_every_lane_and_waits_are_for_what_was_going_on(schedule: Schedule) -> None:
     timeline = Timeline(schedule.spans)
     for start_s, end_s in windows(schedule):
-        for lane in lanes(timeline, start_s, end_s):
-            pieces = [(each.span.start_s, each.span.end_s) for each in lane.spans]
-            pieces = sorted(pieces + [(wait.start_s, wait.end_s) for wait in lane.waits])
-            assert all(since < until for since, until in pieces)
-            assert [start_s, *(until for _, until in pieces)] == [*(since for since, _ in pieces), end_s]
-            for each in lane.spans:
-                where = (lane.pool, each.operation, each.span.start_s, each.span.end_s, lane.rank)
-                assert covered(schedule.spans, *where)
-            for kind, pool, operation, since, until in lane.waits:
+        for (own_pool, own_rank), lane in lanes(timeline, start_s, end_s).items():
+            assert all(piece.start_s < piece.end_s for piece in lane)
+            assert [start_s, *(piece.end_s for piece in lane)] == [*(piece.start_s for piece in lane), end_s]
+            for kind, pool, operation, since, until, _ in lane:
+                if kind == "busy":
+                    assert covered(schedule.spans, own_pool, operation, since, until, own_rank)
+                    continue
                 later = [each for each in schedule.spans if each.span.end_s >= until]
                 if kind == "imbalance":
-                    assert pool == lane.pool
+                    assert pool == own_pool
                     assert any((each.span.pool, each.operation) == (pool, operation) for each in later)
                 elif kind == "nothing":
-                    assert not any((each.span.pool, each.span.rank) == (lane.pool, lane.rank) for each in later)
+                    assert not any((each.span.pool, each.span.rank) == (own_pool, own_rank) for each in later)
                 elif pool:
                     assert covered(schedule.spans, pool, operation, since, until)
                     assert kind == ("turn" if pool == DRIVER else "data")
@@ -345,10 +345,10 @@ def test_pool_metrics_are_those_counted_tick_by_tick(schedule: Schedule) -> None
             assert metrics[f"pool/{pool}/idle_s"] == wall_s - busy_s
             assert metrics[f"pool/{pool}/busy_fraction"] == busy_s / wall_s
             waited = [
-                wait.end_s - wait.start_s
-                for lane in lanes(timeline, start_s, end_s)
-                for wait in lane.waits
-                if lane.pool == pool and wait.kind in ("data", "turn")
+                wait.duration_s
+                for (name, _), lane in lanes(timeline, start_s, end_s).items()
+                for wait in lane
+                if name == pool and wait.kind in ("data", "turn")
             ]
             assert metrics[f"pool/{pool}/wait_s"] == pytest.approx(sum(waited) / len(ranks))
         counts = [sum(tick in ticks for ticks in of_pool.values()) for tick in range(int(wall_s / TICK_S))]

@@ -46,8 +46,9 @@ def test_the_command_writes_the_page_into_the_run_folder_and_names_it(
     assert rolepool("report", str(folder)) == (0, f"{folder}/report.html\n", "")
     data = data_in((folder / "report.html").read_text(encoding="utf-8"))
     assert data["name"] == "run"
-    assert [pool["pool"] for pool in data["pools"]] == [ACTOR, CRITIC, "driver", "reward_cpu"]
-    assert data["plan"][0] == [ACTOR, "actor, rollout, ref", "0:0 0:1", "1.0"]
+    assert list(data["pools"]) == [ACTOR, CRITIC, "driver", "reward_cpu"]
+    planned = data["plan"][ACTOR]
+    assert (planned["roles"], planned["slots"]) == (["actor", "rollout", "ref"], [[0, 0], [0, 1]])
     assert ["data.train_batch_size", "64", "1024"] in data["config"]
     assert {chart["title"] for chart in data["curves"]} >= {"Reward", "Tokens per second and GPU"}
     assert not list(folder.glob(".tmp*"))
@@ -144,14 +145,14 @@ def test_a_page_is_made_of_what_is_there(tmp_path: Path, rolepool: Callable[...,
 def test_the_critical_path_adds_up_to_the_step_and_a_pools_time_too() -> None:
     data = page_data(make_run(late={("gen", 1): 1.0}))
     assert sum(seconds for *_, seconds in data["path"]) == pytest.approx(data["step_s"])
-    for pool in data["pools"]:
-        assert sum(seconds for *_, seconds in pool["times_s"]) == pytest.approx(data["step_s"])
+    for times_s in data["pools"].values():
+        assert sum(seconds for *_, seconds in times_s) == pytest.approx(data["step_s"])
 
 
 def test_a_span_on_the_timeline_is_whole_and_the_wait_before_it_named() -> None:
     data = page_data(make_run())
     (window,) = data["windows"]
-    assert window["label"] == "steps 1 to 6 (all)"
+    assert (window["why"], [step for step, _ in window["starts"]]) == ("all", [1, 2, 3, 4, 5, 6])
     lane = next(lane for lane in window["lanes"] if (lane["pool"], lane["rank"]) == (CRITIC, 1))
     first = lane["spans"][0]
     assert (data["operations"][first[0]], first[1:4]) == ("values", (1, 4.0, 1.0))
@@ -173,7 +174,7 @@ def check_bounds(run: Run, page: str) -> dict[str, Any]:
     windows = data["windows"]
     assert 0 < sum(len(lane["spans"]) for window in windows for lane in window["lanes"]) <= MAX_SPANS
     series = [series for chart in (*data["curves"], *data["usage"]) for series in chart["series"]]
-    assert max(len(one["x"]) for one in (*series, data["breakdown"]["step"])) <= MAX_POINTS
+    assert max(len(one["x"]) for one in (*series, *data["breakdown"]["series"])) <= MAX_POINTS
     assert len(page) < 8e6
     return data
 
@@ -183,12 +184,10 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
     slow = [each if each.step <= 300 else each._replace(span=each.span.on_clock(-5.0)) for each in run.spans]
     rows = {**run.metrics, 77: {**run.metrics[77], "actor/pg_loss": 99.0}}
     data = check_bounds(run, render(replace(run, spans=slow, metrics=rows)))
-    labels = [window["label"] for window in data["windows"]]
-    assert labels[0].endswith("(first)")
-    assert labels[-1].endswith("to 600 (last)")
-    assert "step 300 (slowest)" in labels
-    assert any("median" in label for label in labels)
-    assert data["num_shown"] < data["num_steps"] == 600
+    steps = {window["why"]: [step for step, _ in window["starts"]] for window in data["windows"]}
+    assert list(steps) == ["first", "slowest", "median", "last"]
+    assert (steps["first"][0], steps["slowest"], steps["last"][-1]) == (1, [300], 600)
+    assert sum(map(len, steps.values())) < data["num_steps"] == 600
     (loss,) = next(chart for chart in data["curves"] if chart["title"] == "Loss")["series"]
     assert max(loss["max"]) == 99.0
 
@@ -196,7 +195,7 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
 def test_lanes_are_left_out_when_one_step_has_too_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolepool.report.views.MAX_SPANS", 8)
     windows = page_data(make_run(num_steps=2))["windows"]
-    assert [(window["label"], window["left_out"]) for window in windows] == [("step 1 (first)", 2)]
+    assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [("first", 1, 2)]
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ DATA_SOURCE = "position_match/next_letter"
 PAD, EOS, UNKNOWN, ANSWER = "<pad>", "<eos>", "?", "="
 VOCABULARY = (PAD, EOS, UNKNOWN, ANSWER, *LETTERS)
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
-)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+CHAT_TEMPLATE += "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 MARKER = "made_by_rolepool.json"
 
@@ -96,60 +95,40 @@ def next_letters(letters: str) -> str:
     return " ".join(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters.split())
 
 
-def _row(letters: str, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": letters}],
-        "reward_model": {"style": "rule", "ground_truth": next_letters(letters)},
-        "extra_info": {"split": split, "index": index},
-    }
-
-
 def _write(demo: Demo) -> None:
     prompts = [" ".join(reversed(letters)) for letters in itertools.product(LETTERS, repeat=NUM_LETTERS_PER_PROMPT)]
     random.Random(SEED).shuffle(prompts)
     splits = {demo.val_file: prompts[:NUM_VAL_PROMPTS], demo.train_file: prompts[NUM_VAL_PROMPTS:]}
     for file, chosen in splits.items():
-        rows = (_row(letters, file.stem, index) for index, letters in enumerate(chosen))
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        with file.open("w", encoding="utf-8") as lines:
+            for index, letters in enumerate(chosen):
+                row: dict[str, Any] = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": letters}]}
+                row["reward_model"] = {"style": "rule", "ground_truth": next_letters(letters)}
+                row["extra_info"] = {"split": file.stem, "index": index}
+                lines.write(json.dumps(row) + "\n")
     _write_model(demo.model, LlamaForCausalLM)
     _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
     (demo.folder / MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
 
 
-def _write_model(
-    folder: Path, model_class: type[LlamaForCausalLM | LlamaForSequenceClassification], **more: Any
-) -> None:
+def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         max_position_embeddings=64,
         initializer_range=0.05,  # learns twice as fast as with the usual 0.02
         pad_token_id=VOCABULARY.index(PAD),
         eos_token_id=VOCABULARY.index(EOS),
         bos_token_id=None,
+        **SIZES,
         **more,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
+    with torch.random.fork_rng(devices=[]), ExitStack() as restored:  # the caller's random state does not change
         torch.manual_seed(SEED)
-        model = model_class(config)
-    with _no_progress_bars():
-        model.save_pretrained(folder)
+        if transformers_logging.is_progress_bar_enabled():
+            restored.callback(transformers_logging.enable_progress_bar)
+            transformers_logging.disable_progress_bar()
+        model_class(config).save_pretrained(folder)
         _tokenizer().save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -20,7 +20,7 @@ import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,7 +77,7 @@ class PromptSet:
         self._ends = list(accumulate(file.num_rows for file in self._files))
         max_samples: int = config.at(f"data.{split}_max_samples")
         num_rows = sum(file.num_rows for file in self._files)
-        num_rows = num_rows if max_samples < 0 else min(max_samples, num_rows)
+        num_rows = min(num_rows, max_samples) if max_samples >= 0 else num_rows
         if num_rows == 0:
             files = show(config.at(self.key))
             raise DataError(f"{self.key}={files}: there are no rows; name .parquet or .jsonl files with rows")
@@ -148,43 +148,35 @@ class PromptSet:
         """A checked row: its prompt and the columns that rewards need. `origin` is its place in the files."""
         index = bisect_right(self._ends, row_number)
         file, number = self._files[index], row_number - self._ends[index] + self._files[index].num_rows
-        row = file.row(number)
+        name, row = file.read(number)
         try:
             _check_row(row, self._data.prompt_key, rule_decides=self._rule_decides)
         except DataError as error:
-            raise DataError(f"{file.name(number)}: {error}") from error
-        needed = {"prompt": row[self._data.prompt_key], "data_source": row["data_source"], "origin": file.name(number)}
-        return needed | {name: row.get(name) or {} for name in ("reward_model", "extra_info")}
+            raise DataError(f"{name}: {error}") from error
+        optional = {column: row.get(column) or {} for column in ("reward_model", "extra_info")}
+        return {"prompt": row[self._data.prompt_key], "data_source": row["data_source"], "origin": name, **optional}
 
-    def _tokenize(self, rows: Sequence[Row]) -> list[list[int]]:
+    def _tokenize(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
-        prompts = [row["prompt"] for row in rows]
-        texts = [
-            prompt if isinstance(prompt, str) else render_chat(self._tokenizer, prompt, row["origin"])
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
-        all_ids: list[list[int]] = [[] for _ in rows]
-        # A template writes special tokens itself; for a plain string the tokenizer adds them.
-        for kind, add_special_tokens in ((str, True), (list, False)):
-            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, kind)]
-            options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
-            encoded = self._tokenizer([texts[place] for place in places], **options)["input_ids"] if places else []
-            for place, ids in zip(places, encoded, strict=True):
-                all_ids[place] = ids
-        for ids, row in zip(all_ids, rows, strict=True):
-            if not ids:
-                raise DataError(f"{row['origin']}: {self._data.prompt_key} has no tokens; write at least one")
-        return all_ids
+        for is_text, group in groupby(rows, key=lambda row: isinstance(row["prompt"], str)):
+            some = list(group)
+            texts = [row["prompt"] if is_text else render_chat(self._tokenizer, **row) for row in some]
+            # A template writes special tokens itself; for a plain string the tokenizer adds them.
+            encoded = self._tokenizer(texts, add_special_tokens=is_text, return_attention_mask=False, verbose=False)
+            for ids, row in zip(encoded["input_ids"], some, strict=True):
+                if not ids:
+                    raise DataError(f"{row['origin']}: {self._data.prompt_key} has no tokens; write at least one")
+                yield ids
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], name: str) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]], origin: str, **_: Any) -> str:
     """The text of a chat, up to the start of the answer, as the tokenizer's template writes it."""
     try:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
         raise DataError(
-            f"{name}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
+            f"{origin}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
             "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string"
         ) from error
     return text
@@ -212,8 +204,12 @@ class PromptLoader:
             )
         self._prompts, self._batch_size = prompts, batch_size
         # What must be the same to resume at a saved position.
-        self._identity: dict[str, Any] = {"num_rows": len(prompts), "digest": prompts.digest}
-        self._identity.update(seed=seed, shuffle=shuffle)
+        self._identity: dict[str, Any] = {
+            "num_rows": len(prompts),
+            "digest": prompts.digest,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
         self.num_steps_per_epoch = len(prompts) // batch_size
         self.epoch = -1
         """The epoch of the next batch; the first is 0."""
@@ -340,21 +336,19 @@ class _JsonlRows:
                 start += len(text)
         self.num_rows = len(self._starts)
 
-    def name(self, number: int) -> str:
-        """The name of this row in error messages."""
-        return f"{self._file}, line {self._lines[number]}"
-
-    def row(self, number: int) -> Row:
+    def read(self, number: int) -> tuple[str, Row]:
+        """A row, after its name for error messages."""
+        name = f"{self._file}, line {self._lines[number]}"
         with self._file.open("rb") as lines:
             lines.seek(self._starts[number])
             text = lines.readline()
         try:
             row = json.loads(text)
         except ValueError as error:  # invalid JSON or UTF-8
-            raise DataError(f"{self.name(number)}: is not JSON: {error}; write one object per line") from error
+            raise DataError(f"{name}: is not JSON: {error}; write one object per line") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.name(number)}: is a JSON {type(row).__name__}; write one object per line")
-        return row
+            raise DataError(f"{name}: is a JSON {type(row).__name__}; write one object per line")
+        return name, row
 
 
 class _ParquetRows:
@@ -370,12 +364,9 @@ class _ParquetRows:
         self._table = pyarrow.parquet.ParquetFile(file, memory_map=True).read(columns=wanted)
         self.num_rows: int = self._table.num_rows
 
-    def name(self, number: int) -> str:
-        return f"{self._file}, row {number} (the first is 0)"
-
-    def row(self, number: int) -> Row:
+    def read(self, number: int) -> tuple[str, Row]:
         (row,) = self._table.slice(number, 1).to_pylist()
-        return dict(row)
+        return f"{self._file}, row {number} (the first is 0)", row
 
 
 def _open_rows(path: str, key: str, columns: Sequence[str]) -> _JsonlRows | _ParquetRows:

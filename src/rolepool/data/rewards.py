@@ -82,12 +82,7 @@ def _as_decimal(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-RULES: Mapping[str, Rule] = {
-    "exact_match": exact_match,
-    "position_match": position_match,
-    "gsm8k": gsm8k,
-    "openai/gsm8k": gsm8k,
-}
+RULES = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k, "openai/gsm8k": gsm8k}
 
 
 def rule_for(data_source: str) -> Rule:
@@ -99,6 +94,11 @@ def rule_for(data_source: str) -> Rule:
             "(or NAME/anything), or set custom_reward_function.path to a Python file with compute_score"
         )
     return rule
+
+
+def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, **_: Any) -> float:
+    """The built-in rules, called in the same way as a user's function."""
+    return rule_for(data_source)(solution_str, ground_truth)
 
 
 # --- one function for both kinds ----------------------------------------------------------------------------------
@@ -137,11 +137,19 @@ class RewardFunction:
 def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     """The function that `custom_reward_function` names, or the built-in rules if it names none."""
     if custom.path is None:
-        return RewardFunction(_score_by_data_source, "built-in reward")
+        return RewardFunction(score_by_data_source, "built-in reward")
     file = Path(custom.path).expanduser().absolute()
     if not file.is_file():
         raise ConfigError(f"custom_reward_function.path={file}: there is no such file; give a Python file")
-    module = _import_file(file)
+    module = ModuleType("rolepool_custom_reward")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
+    try:
+        # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
+    except Exception as error:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
     function, key = vars(module).get(custom.name), f"custom_reward_function.name={custom.name}"
     if function is None:
         defined = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
@@ -157,46 +165,30 @@ def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
 
 
-def _import_file(file: Path) -> ModuleType:
-    module = ModuleType("rolepool_custom_reward")
-    module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
-    try:
-        # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
-        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
-    except Exception as error:
-        reason = traceback.format_exception_only(error)[-1].strip()
-        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
-    return module
-
-
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
-    columns = batch.non_tensor_batch
-    return [
-        function.score(
-            data_source=columns["data_source"][i],
-            solution_str=response,
-            ground_truth=columns["reward_model"][i].get("ground_truth"),
-            extra_info=columns["extra_info"][i],
-            row=f"{columns['origin'][i]} (uid {columns['uid'][i]})",
-        )
-        for i, response in enumerate(responses)
-    ]
-
-
-def _score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    return rule_for(data_source)(solution_str, ground_truth)
+    names = ("data_source", "reward_model", "extra_info", "origin", "uid")
+    scored = []
+    for response, *row in zip(responses, *(batch.non_tensor_batch[name] for name in names), strict=True):
+        data_source, reward_model, extra_info, origin, uid = row
+        inputs = {
+            "data_source": data_source,
+            "ground_truth": reward_model.get("ground_truth"),
+            "extra_info": extra_info,
+        }
+        scored.append(function.score(f"{origin} (uid {uid})", solution_str=response, **inputs))
+    return scored
 
 
 def _as_scored(result: Any) -> Scored:
     """The score and the other numbers; entries of a dict that are not numbers (such as texts) are not logged."""
     if not isinstance(result, Mapping):
-        return Scored(_as_number(result, "the score"), {})
+        return Scored(_as_number("the score", result), {})
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
-    numbers = {str(key): value for key, value in result.items() if key != "score" and _is_number(value)}
-    return Scored(_as_number(result["score"], "score"), {key: _as_number(value, key) for key, value in numbers.items()})
+    logged = {str(key): value for key, value in result.items() if key == "score" or _is_number(value)}
+    numbers = {key: _as_number(key, value) for key, value in logged.items()}
+    return Scored(numbers.pop("score"), numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -204,7 +196,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 
-def _as_number(value: Any, name: str) -> float:
+def _as_number(name: str, value: Any) -> float:
     if not _is_number(value):
         raise TypeError(f"{name} is {type(value).__name__} {value!r:.60}, not a number")
     if not math.isfinite(number := float(value)):

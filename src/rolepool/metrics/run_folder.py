@@ -184,31 +184,26 @@ class Loggers:
         self._names = [name for name in config.trainer.logger if name in MAKERS]
         self._loggers: dict[str, tuple[Log, Close]] = {}
         if missing := [name for name in self._names if importlib.util.find_spec(name) is None]:
-            what = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or leave it out"
+            what = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or remove it from the list"
             raise ConfigError(what.format(name) for name in missing)
 
     def start(self, folder: Path) -> None:
-        for name in self._names:
-            with self._removed_if_it_fails(name):
-                self._loggers[name] = MAKERS[name](self._config, folder)
+        self._try(self._names, lambda name: self._loggers.update({name: MAKERS[name](self._config, folder)}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, (log, _) in list(self._loggers.items()):
-            with self._removed_if_it_fails(name):
-                log(step, metrics)
+        self._try(self._loggers, lambda name: self._loggers[name][0](step, metrics))
 
     def close(self) -> None:
-        for name, (_, close) in list(self._loggers.items()):
-            with self._removed_if_it_fails(name):
-                close()
+        self._try(self._loggers, lambda name: self._loggers[name][1]())
 
-    @contextmanager
-    def _removed_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # no logger may stop training
-            logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
-            self._loggers.pop(name, None)
+    def _try(self, names: Iterable[str], act: Callable[[str], None]) -> None:
+        """Do something with each logger; remove it if that fails."""
+        for name in list(names):
+            try:
+                act(name)
+            except Exception as error:  # no logger may stop training
+                logger.warning("trainer.logger: %s failed; training continues without it: %r", name, error)
+                self._loggers.pop(name, None)
 
 
 def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:

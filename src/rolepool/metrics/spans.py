@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from rolepool.placement.pools import DRIVER as DRIVER
@@ -84,24 +84,21 @@ class Interval(NamedTuple):
     """A piece of time, of one `kind`, and the pool and operation that explain it ("" if there is none).
 
     On the critical path: "work" of that pool, or the "hand-over" from the end of a cause to the start of its effect.
-    On a rank that is idle, why it waits. "imbalance": for the slowest rank of its own call; "data": for data that the
+    On a rank: "busy", or why it waits. "imbalance": for the slowest rank of its own call; "data": for data that the
     pool is computing; "turn": the data is ready, but the driver or the hand-over takes time; "nothing": no call comes.
     """
 
-    kind: Literal["work", "hand-over", "imbalance", "data", "turn", "nothing"]
+    kind: Literal["work", "hand-over", "busy", "imbalance", "data", "turn", "nothing"]
     pool: str
     operation: str
     start_s: float
     end_s: float
+    position: int = NONE
+    """The position of the span that a busy rank ran; it may start before the interval, or end after it."""
 
-
-class Lane(NamedTuple):
-    """What a rank did in a time window. Its spans (clipped to the window) and waits fill the window without a gap."""
-
-    pool: str
-    rank: int
-    spans: list[Recorded]
-    waits: list[Interval]
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 class Timeline(list[Recorded]):
@@ -158,7 +155,7 @@ class Timeline(list[Recorded]):
             if began_s < time_s:
                 yield Interval("work", span.pool, operation, max(began_s, until_s), time_s)
             if cause_s < began_s and until_s < began_s:
-                yield Interval("hand-over", span.pool, operation, max(cause_s, until_s), began_s)
+                yield Interval("hand-over", "", "", max(cause_s, until_s), began_s)
             if cause == NONE:
                 return
             position, time_s = cause, cause_s
@@ -217,47 +214,46 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
     return {step: (starts[step], following.get(step + 1, ends[step])) for step in sorted(starts)}
 
 
-def lanes(timeline: Timeline, start_s: float, end_s: float) -> list[Lane]:
-    """What each rank, and the driver, did and waited for in a time window; sorted by pool and rank."""
-    found = []
-    for (pool, rank), positions in timeline.of_rank.items():
-        found.append(lane := Lane(pool, rank, [], []))
-        starts = timeline.starts_of_rank[pool, rank]
+def lanes(
+    timeline: Timeline, start_s: float, end_s: float, *, explain: bool = True
+) -> dict[tuple[str, int], list[Interval]]:
+    """What each rank, and the driver, did and waited for in a time window, by pool and rank. The intervals of a rank
+    are in the order of time and fill the window without a gap.
+
+    With `explain=False`, the causes of waits are not looked for, which is much faster: each wait for data or for a turn
+    is then one interval of the kind "data", without a pool.
+    """
+    found: dict[tuple[str, int], list[Interval]] = {}
+    for rank, positions in timeline.of_rank.items():
+        lane = found[rank] = []
+        starts = timeline.starts_of_rank[rank]
         first, last = max(bisect_right(starts, start_s) - 1, 0), bisect_left(starts, end_s)
         previous, filled_s = NONE, start_s
         for index in range(first, last + 1):  # the last one is the first span after the window, if there is one
             position = positions[index] if index < len(positions) else NONE
             begin_s = starts[index] if index < last else end_s
-            if begin_s > filled_s and previous != NONE:
-                call_end_s = min(timeline.call_ends_s[previous], begin_s)
-                if call_end_s > filled_s:
-                    lane.waits.append(Interval("imbalance", pool, timeline[previous].operation, filled_s, call_end_s))
-                    filled_s = call_end_s
+            if previous != NONE and (call_end_s := min(timeline.call_ends_s[previous], begin_s)) > filled_s:
+                lane.append(Interval("imbalance", rank[0], timeline[previous].operation, filled_s, call_end_s))
+                filled_s = call_end_s
             if begin_s > filled_s:
-                lane.waits.extend(_explain(timeline, position, filled_s, begin_s))
+                if explain and position != NONE:
+                    lane.extend(reversed([*_explain(timeline, position, filled_s, begin_s)]))
+                else:
+                    lane.append(Interval("nothing" if position == NONE else "data", "", "", filled_s, begin_s))
                 filled_s = begin_s
-            if index < last and (recorded := timeline[position]).span.end_s > filled_s:
-                span = recorded.span
-                if span.start_s < filled_s or span.end_s > end_s:
-                    span = span._replace(start_s=filled_s, end_s=min(span.end_s, end_s))
-                    recorded = recorded._replace(span=span)
-                lane.spans.append(recorded)
-                filled_s = span.end_s
+            if index < last and (until_s := min(timeline[position].span.end_s, end_s)) > filled_s:
+                lane.append(Interval("busy", rank[0], timeline[position].operation, filled_s, until_s, position))
+                filled_s = until_s
             previous = position
-        lane.waits.sort(key=lambda wait: wait.start_s)
     return found
 
 
 def _explain(timeline: Timeline, following: int, start_s: float, end_s: float) -> Iterator[Interval]:
     """What a rank waited for until its next span, latest first."""
-    if following == NONE:
-        yield Interval("nothing", "", "", start_s, end_s)
-        return
     for cause in timeline.causes(following, timeline[following].span.start_s, start_s):
         if cause.start_s < end_s:
-            who = ("", "") if cause.kind == "hand-over" else (cause.pool, cause.operation)
-            kind: Literal["turn", "data"] = "turn" if who[0] in ("", DRIVER) else "data"
-            yield Interval(kind, *who, cause.start_s, min(cause.end_s, end_s))
+            kind: Literal["turn", "data"] = "turn" if cause.pool in ("", DRIVER) else "data"
+            yield cause._replace(kind=kind, end_s=min(cause.end_s, end_s))
 
 
 def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Interval]:
@@ -287,27 +283,32 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
     metrics: dict[str, float] = {}
     changes: list[tuple[float, int, str]] = []
     wall_s = end_s - start_s
-    workers = [lane for lane in lanes(timeline, start_s, end_s) if lane.pool != DRIVER]
-    for pool, group in groupby(workers, key=lambda lane: lane.pool):
-        ranks = list(group)
-        done = [recorded.span for lane in ranks for recorded in lane.spans]
-        waits = [wait for lane in ranks for wait in lane.waits if wait.kind in ("data", "turn")]
-        busy_s = sum(span.duration_s for span in done) / len(ranks)
+    for pool, group in groupby(lanes(timeline, start_s, end_s, explain=False).items(), key=lambda item: item[0][0]):
+        if pool == DRIVER:
+            continue
+        ranks = [lane for _, lane in group]
+        seconds: dict[str, float] = defaultdict(float)
+        peak_bytes = 0
+        for kind, _, _, since_s, until_s, position in chain.from_iterable(ranks):
+            seconds[kind] += until_s - since_s
+            if kind == "busy":
+                peak_bytes = max(peak_bytes, timeline[position].span.peak_memory_bytes)
+                changes += [(since_s, 1, pool), (until_s, -1, pool)] if pool != RULE_POOL else []
+        busy_s = seconds["busy"] / len(ranks)
         metrics[f"pool/{pool}/busy_s"] = busy_s
         metrics[f"pool/{pool}/idle_s"] = wall_s - busy_s
         metrics[f"pool/{pool}/busy_fraction"] = busy_s / wall_s if wall_s else 0.0
-        metrics[f"pool/{pool}/wait_s"] = sum(wait.end_s - wait.start_s for wait in waits) / len(ranks)
-        metrics[f"pool/{pool}/peak_memory_gb"] = max((span.peak_memory_bytes for span in done), default=0) / 2**30
-        if pool != RULE_POOL:
-            changes += [(span.start_s, 1, pool) for span in done] + [(span.end_s, -1, pool) for span in done]
+        metrics[f"pool/{pool}/wait_s"] = seconds["data"] / len(ranks)
+        metrics[f"pool/{pool}/peak_memory_gb"] = peak_bytes / 2**30
     overlap_s = saved_s = 0.0
     num_busy_ranks: dict[str, int] = defaultdict(int)
+    num_busy_pools = 0
     for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
         num_busy_ranks[pool] += change
-        num_busy_pools = sum(num_busy > 0 for num_busy in num_busy_ranks.values())
-        if num_busy_pools >= 2:
-            overlap_s += next_s - time_s
-            saved_s += (next_s - time_s) * (num_busy_pools - 1)
+        if num_busy_ranks[pool] == max(change, 0):  # its first rank has started, or its last one has ended
+            num_busy_pools += change
+        overlap_s += next_s - time_s if num_busy_pools > 1 else 0.0
+        saved_s += (next_s - time_s) * max(num_busy_pools - 1, 0)
     metrics["overlap/fraction"] = overlap_s / wall_s if wall_s else 0.0
     metrics["overlap/saved_s"] = saved_s
     return metrics

@@ -6,7 +6,6 @@ training one recipe with several placements, one after another, each in its own 
 
 from __future__ import annotations
 
-import io
 import re
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
-from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
@@ -133,14 +131,20 @@ def _after_warm_up(steps: list[Any]) -> list[Any]:
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
+def _measured_steps(run: Run) -> dict[int, dict[str, float]]:
+    """The metrics of the steps after the warm-up."""
+    return dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+
+
 def _step_measures(run: Run) -> dict[str, list[float]]:
     """The values of all steps after the warm-up, for each measure."""
     if not run.metrics:
         raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
-    steps = dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+    steps = _measured_steps(run)
+    found = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *plots.timed_operations(steps))]
-    names += ["perf/throughput", *sorted(name for name in metric_names(steps) if name.startswith("overlap/"))]
-    names += sorted(name for name in metric_names(steps) if name.endswith("/busy_fraction"))
+    names += ["perf/throughput", *(name for name in found if name.startswith("overlap/"))]
+    names += [name for name in found if name.endswith("/busy_fraction")]
     return {name: [*values.values()] for name in names if (values := finite_values(steps, name))}
 
 
@@ -175,29 +179,23 @@ def as_table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files.
+def write_comparison(runs: Mapping[str, Run], table: str, folder: Path) -> list[Path]:
+    """Write `comparison.png`, `.svg` and `.html` (with the printed table) into the folder. Returns the files.
 
     The picture shows a typical step of each run, above the mean times of its operations.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    means: dict[str, dict[str, float]] = {name: {} for name in runs}
-    for line in lines:
-        if line.measure.startswith(TIMING):
-            means[line.run][line.measure.removeprefix(TIMING)] = line.mean
     num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
     heights_in = [0.6 + 0.26 * num_lanes, 3.0]
     with plots.style():
         figure = plots.new_figure(sum(heights_in))
         above, below = figure.subplots(2, 1, height_ratios=heights_in)
         _timeline(above, runs)
-        plots.grouped_bars(below, means)
+        plots.grouped_bars(below, {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()})
         files = plots.save(figure, folder / "comparison", "png", "svg")
     svg = files[1].read_text(encoding="utf-8")
-    console = Console(file=io.StringIO(), width=TABLE_WIDTH, record=True)
-    console.print(as_table(lines))
     page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
-    text = page.render(title=" and ".join(runs), svg=svg[svg.index("<svg") :], table=console.export_text())
+    text = page.render(title=" and ".join(runs), svg=svg[svg.index("<svg") :], table=table)
     return [*files, write_atomically(folder / "comparison.html", [text])]
 
 
@@ -214,15 +212,16 @@ def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
     for name, (step, start_s, end_s) in typical.items():
         heading = next(places)
         axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
-        for lane in lanes(Timeline(runs[name].spans), start_s, end_s):
-            if lane.pool == DRIVER or lane.rank > 0:
+        for (pool, rank), lane in lanes(Timeline(runs[name].spans), start_s, end_s, explain=False).items():
+            if pool == DRIVER or rank > 0:
                 continue
             place = next(places)
-            ticks[place] = lane.pool
+            ticks[place] = pool
             axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
-            colors = plots.colors_for(plots.in_step_order({recorded.operation for recorded in lane.spans}))
-            for operation, group in groupby(lane.spans, key=lambda recorded: recorded.operation):
-                bars = [(recorded.span.start_s - start_s, recorded.span.duration_s) for recorded in group]
+            busy = [interval for interval in lane if interval.kind == "busy"]
+            colors = plots.colors_for(plots.in_step_order({interval.operation for interval in busy}))
+            for operation, group in groupby(busy, key=lambda interval: interval.operation):
+                bars = [(interval.start_s - start_s, interval.duration_s) for interval in group]
                 axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
                 left, right = bars[0][0], sum(bars[-1])
                 if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
@@ -231,8 +230,7 @@ def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
         axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("time in the step (s); grey: waiting")
-    axes.set_xlim(left=0)
+    axes.set(xlabel="time in the step (s); grey: waiting", xlim=(0, None))
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
 

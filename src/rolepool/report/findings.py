@@ -6,6 +6,7 @@ page, and the thresholds above which something is reported. Every finding includ
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
@@ -55,10 +56,8 @@ class Finding(NamedTuple):
 
 
 def by_step(spans: Sequence[Recorded]) -> SpansByStep:
-    grouped: dict[int, list[Recorded]] = defaultdict(list)
-    for recorded in spans:
-        grouped[recorded.step].append(recorded)
-    return grouped
+    in_order = sorted(spans, key=lambda recorded: recorded.step)
+    return {step: [*group] for step, group in groupby(in_order, key=lambda recorded: recorded.step)}
 
 
 def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
@@ -79,15 +78,11 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     for step in steps:
         spans, (start_s, end_s) = around(grouped, step, step), bounds[step]
         num_ranks |= Counter(pool for pool, _ in spans.of_rank)
-        for lane in lanes(spans, start_s, end_s):
-            share = 1 / num_ranks[lane.pool] / count
-            for _, operation, span in lane.spans:
-                pools_s[lane.pool]["busy", lane.pool, operation] += span.duration_s * share
-            for wait in lane.waits:
-                pools_s[lane.pool][wait.kind, wait.pool, wait.operation] += (wait.end_s - wait.start_s) * share
+        for (pool, _), lane in lanes(spans, start_s, end_s).items():
+            for piece in lane:
+                pools_s[pool][piece.kind, piece.pool, piece.operation] += piece.duration_s / num_ranks[pool] / count
         for link in critical_path(spans, start_s, end_s):
-            key = (link.pool, link.operation) if link.kind == "work" else ("", "")
-            path_s[key] += (link.end_s - link.start_s) / count
+            path_s[link.pool, link.operation] += link.duration_s / count
         saved_s += step_metrics(spans, start_s, end_s)["overlap/saved_s"] / count
     step_s = fmean(bounds[step][1] - bounds[step][0] for step in steps) if steps else 0.0
     return Summary(steps, step_s, num_ranks, pools_s, path_s, saved_s)

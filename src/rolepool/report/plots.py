@@ -1,8 +1,8 @@
 """How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
 
-One colour for each operation and kind of waiting, in every plot and on every page. The colours of operations and series
-are those of Okabe and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib and
-numpy are imported only when a figure is made; matplotlib's global state is not used.
+One colour for each operation, in every plot and on every page. The colours of operations and series are those of Okabe
+and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib and numpy are imported
+only when a figure is made; matplotlib's global state is not used.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def style() -> AbstractContextManager[None]:
 def new_figure(height_in: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(9.0, height_in), layout="constrained")
+    return Figure(figsize=(9.0, height_in))
 
 
 def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
@@ -122,21 +122,13 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     files = [path.parent / f"{path.name}.{ending}" for ending in formats]
     for file in files:
         with atomic_path(file) as temporary:
-            metadata = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(temporary, dpi=150, facecolor="white", metadata=metadata)
+            figure.savefig(temporary, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 
 def _operations(names: set[str]) -> list[str]:
     """Operations that are not part of another one, in the order of a step."""
     return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
-
-
-def _step_axis(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 # Each figure
@@ -149,28 +141,25 @@ def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
     figure = new_figure(1.0 + 2.4 * len(logs))
     panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
-    colors = colors_for(operations)
     for axes, (log, metrics) in zip(panels, logs.items(), strict=True):
         rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
-        steps = np.array(list(rows), dtype=float)
-        middles = (steps[1:] + steps[:-1]) / 2
-        edges = np.array([steps[0] - 0.5, *middles, steps[-1] + 0.5])
-        below = np.zeros(len(steps))
-        for name in operations:
-            heights = np.nan_to_num([row.get(f"{TIMING}{name}", 0.0) for row in rows.values()])
-            if heights.any():
-                axes.stairs(below + heights, edges, baseline=below, fill=True, color=colors[name], label=name)
-            below = below + heights
-        whole = np.array([row.get(f"{TIMING}step", np.nan) for row in rows.values()])
-        axes.stairs(whole, edges, baseline=None, color="black", linewidth=1.2, label="step")
-        total = float(np.nansum(whole))
-        axes.set_title(log + (f": operations add up to {below.sum() / total:.0%} of the step times" if total else ""))
-        axes.set_ylabel("time per step (s)")
+        times = np.array(
+            [[row.get(f"{TIMING}{name}", np.nan) for row in rows.values()] for name in (*operations, "step")]
+        )
+        heights, whole = np.nan_to_num(times[:-1]), times[-1]
+        # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
+        steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
+        stack = np.pad(heights, ((0, 0), (1, 1)), mode="edge")
+        axes.stackplot(steps, stack, step="mid", colors=colors_for(operations).values(), labels=operations)
+        line = np.pad(whole, 1, mode="edge")
+        axes.plot(steps, line, drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
+        total = np.nansum(whole)
+        share = f": operations add up to {heights.sum() / total:.0%} of the step times" if total else ""
+        axes.set(title=log + share, xlabel="step", ylabel="time per step (s)")
         axes.margins(x=0)
-        _step_axis(axes)
-    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [name for name in ("step", *reversed(operations)) if name in shown]
-    figure.legend([shown[name] for name in names], names, loc="outside right upper")
+        axes.locator_params(axis="x", integer=True)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
     note = "Stack above the line: operations overlapped, or ran outside the step (such as validation)."
     figure.supxlabel(note, fontsize=8, color="#595959")
     return figure
@@ -185,18 +174,16 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
     num_columns = min(3, len(keys))
     num_rows = -(-len(keys) // num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
-    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-    for axes, key in zip(panels, keys, strict=False):
+    for place, key in enumerate(keys, 1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
         for color, log, found in zip(cycle(SERIES_COLORS), logs, lines[key], strict=False):
             marker = "." if len(found) < 40 else ""
             axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=log)
-        axes.set_title(key if len(key) < 36 else "/\n".join(key.rsplit("/", 1)))  # a longer title would not fit
-        axes.set_ylabel(units[key])
-        axes.set_ylim(min(0, axes.get_ylim()[0]), axes.get_ylim()[1] * 1.05)
+        title = key if len(key) < 36 else "/\n".join(key.rsplit("/", 1))  # a longer line would not fit
+        low, high = axes.get_ylim()
+        axes.set(title=title, xlabel="step", ylabel=units[key], ylim=(min(0, low), high * 1.05))
         axes.grid(axis="y")
-        _step_axis(axes)
-    for axes in panels[len(keys) :]:
-        axes.remove()
+        axes.locator_params(axis="x", integer=True)
     if len(logs) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))

@@ -4,6 +4,8 @@ Owns how the files of a run folder are read, and the parsing of console lines `s
 Lines that a killed run or a full disk left unreadable are skipped and counted; so is a whole file that cannot be read.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import re
@@ -30,9 +32,9 @@ MetricsByStep = dict[int, dict[str, float]]
 """The metrics of each step by name, in the order of steps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """What a run folder contains. `skipped` counts the unreadable lines of each file that has some."""
+    """What was read from a run folder. `skipped` counts the unreadable lines of each file that has some."""
 
     folder: Path
     name: str
@@ -43,33 +45,53 @@ class Run:
     """The metrics of a validation are included in those of its step."""
     monitor: list[Sample]
     skipped: dict[str, int]
+    files: Sequence[JsonLines[Any]] = ()
+    """The files of metrics, spans and samples."""
 
     @property
     def notes(self) -> list[str]:
         """What could not be read, in words."""
         return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
+    def read_new(self) -> None:
+        """Read what was written since the last call."""
+        found: list[list[Any]] = []
+        for file in self.files:
+            with explained(f"{file.path}: cannot be read", "give a run folder with readable files"):
+                found.append(list(file.read_new()))
+            if num_skipped := file.num_unreadable + file.is_cut_off:
+                self.skipped[file.path.name] = num_skipped
+        rows, spans, samples = found
+        for step, row in rows:
+            self.metrics.setdefault(step, {}).update(row)
+        self.metrics = dict(sorted(self.metrics.items()))
+        self.spans += spans
+        self.monitor += samples
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run folder. Raises ConfigError if the folder is not one."""
+
+def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
+    """Read a run folder. Raises ConfigError if the folder is not one.
+
+    `last_bytes` limits how much is read of spans and samples: only the end of a longer file.
+    """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
-    skipped: dict[str, int] = {}
-    metrics: MetricsByStep = {}
-    for step, row in _read_lines(folder / "metrics.jsonl", read_row, skipped):
-        metrics.setdefault(step, {}).update(row)
-    return Run(
-        folder=folder,
-        name=folder.resolve().name,
-        config=_read_file(folder / "config.yaml", read_config, skipped) or {},
-        plan=_read_file(folder / "plan.json", Plan.model_validate_json, skipped),
-        spans=_read_lines(folder / "spans.jsonl", read_span, skipped),
-        metrics=dict(sorted(metrics.items())),
-        monitor=_read_lines(folder / "monitor.jsonl", read_sample, skipped),
-        skipped=skipped,
-    )
+    run = Run(folder, folder.resolve().name, {}, None, [], {}, [], {})
+    for file in (file for file in (folder / "config.yaml", folder / "plan.json") if file.is_file()):
+        try:
+            if file.name == "plan.json":
+                run.plan = Plan.model_validate_json(file.read_bytes())
+            else:
+                run.config = _Config.validate_python(yaml.safe_load(file.read_bytes()))
+        except (OSError, ValueError, yaml.YAMLError):
+            run.skipped[file.name] = 1
+    samples = JsonLines(folder / "monitor.jsonl", read_sample, last_bytes)
+    spans = JsonLines(folder / "spans.jsonl", read_span, last_bytes)
+    run.files = (JsonLines(folder / "metrics.jsonl", read_row), spans, samples)
+    run.read_new()
+    return run
 
 
 def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
@@ -88,23 +110,6 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _read_file(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> T | None:
-    try:
-        return read(file.read_bytes()) if file.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        skipped[file.name] = 1
-        return None
-
-
-def _read_lines(file: Path, read: Callable[[bytes], T], skipped: dict[str, int]) -> list[T]:
-    lines = JsonLines(file, read)
-    with explained(f"{file}: cannot be read", "give a run folder with readable files"):
-        found = list(lines.read_new())
-    if num_skipped := lines.num_unreadable + lines.is_cut_off:
-        skipped[file.name] = num_skipped
-    return found
 
 
 class JsonLines(Generic[T]):
@@ -150,10 +155,6 @@ _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_i
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
 _Config = TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
-
-
-def read_config(text: bytes) -> dict[str, Any]:
-    return _Config.validate_python(yaml.safe_load(text))
 
 
 def read_span(line: bytes) -> Recorded:

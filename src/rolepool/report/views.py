@@ -5,7 +5,6 @@ steps, so that every page opens at once. The page itself is `template.html`; it 
 """
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
-from rolepool.metrics.spans import Timeline, lanes, step_bounds
+from rolepool.metrics.spans import NONE, Timeline, lanes, step_bounds
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
 from rolepool.report.plots import SERIES_COLORS, colors_for, in_step_order, timed_operations
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
@@ -45,17 +44,10 @@ Bounds = Mapping[int, tuple[float, float]]
 def render(run: Run) -> str:
     """The page. `<` is escaped in the data, so that no text in it can end the script element or open a comment."""
     template = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
-    data = json.dumps(_plain(page_data(run)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("__DATA__", data)
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: NaN and infinity become null, and numbers are rounded to six digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    # Read back once: numbers are rounded to six digits, and NaN and infinity, which JSON cannot hold, become null.
+    exact = json.dumps(page_data(run))
+    data = json.loads(exact, parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None)
+    return template.replace("__DATA__", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def page_data(run: Run) -> dict[str, Any]:
@@ -63,28 +55,25 @@ def page_data(run: Run) -> dict[str, Any]:
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
     operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
-    shown = _choose_steps(grouped, bounds)
-    names = {"name": run.name, "skipped": run.notes, "operations": operations, "colors": colors_for(operations)}
-    counts = {"num_steps": len(bounds), "num_averaged": len(summary.steps), "step_s": summary.step_s}
+    chosen = _choose_steps(grouped, bounds)
     return {
-        **names,
-        **counts,
+        "name": run.name,
+        "skipped": run.notes,
+        "operations": operations,
+        "colors": colors_for(operations),
         "series_colors": SERIES_COLORS,
+        "num_steps": len(bounds),
+        "num_averaged": len(summary.steps),
+        "step_s": summary.step_s,
         "findings": [finding._asdict() for finding in find(run, summary, grouped)],
-        "pools": [
-            {"pool": pool, "num_ranks": num_ranks, "times_s": [(*what, s) for what, s in summary.pools_s[pool].items()]}
-            for pool, num_ranks in summary.num_ranks.items()
-        ],
+        "num_ranks": summary.num_ranks,
+        "pools": {pool: [(*what, s) for what, s in times_s.items()] for pool, times_s in summary.pools_s.items()},
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
-        "windows": [_window(grouped, bounds, steps, why, operations) for why, steps in shown.items()],
-        "num_shown": len({step for steps in shown.values() for step in steps}),
+        "windows": [{"why": why, **_window(grouped, bounds, steps, operations)} for why, steps in chosen.items()],
         "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
         "curves": list(_curves(run.metrics)),
-        "plan": [
-            (name, ", ".join(pool.roles), " ".join(f"{slot.node}:{slot.gpu}" for slot in pool.slots), show(pool.share))
-            for name, pool in (run.plan.pools.items() if run.plan is not None else ())
-        ],
+        "plan": run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {},
         "config": _changed_config(run.config),
     }
 
@@ -104,23 +93,16 @@ def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 # Curves over steps or time
 
 
-def _binned(xy: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-    """At most `MAX_POINTS` bins: the mean x of each, and the minimum, mean and maximum y."""
-    if not xy:
-        return {"x": [], "min": [], "mean": [], "max": []}
-    x, y = np.asarray(xy, dtype=float).T
-    starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
-    sizes = np.diff([*starts, len(x)])
-    return {
-        "x": (np.add.reduceat(x, starts) / sizes).tolist(),
-        "min": np.minimum.reduceat(y, starts).tolist(),
-        "mean": (np.add.reduceat(y, starts) / sizes).tolist(),
-        "max": np.maximum.reduceat(y, starts).tolist(),
-    }
-
-
 def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    lines = [{"name": name, **_binned(xy)} for name, xy in series.items()]
+    """Lines of at most `MAX_POINTS` bins: the mean x of each bin, and the minimum, mean and maximum y."""
+    lines = []
+    for name, xy in series.items():
+        x, y = np.asarray(xy, dtype=float).T
+        starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
+        sizes = np.diff([*starts, len(x)])
+        columns = {"x": np.add.reduceat(x, starts) / sizes, "mean": np.add.reduceat(y, starts) / sizes}
+        columns |= {"min": np.minimum.reduceat(y, starts), "max": np.maximum.reduceat(y, starts)}
+        lines.append({"name": name, **{column: values.tolist() for column, values in columns.items()}})
     return {"title": title, "x_label": x_label, "series": lines}
 
 
@@ -134,13 +116,11 @@ def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
 
 
 def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
-    """Seconds of each operation in a step, and of the step itself, which is shorter if operations overlap."""
+    """Seconds of the step, and of each operation in it. The step is shorter than their sum if operations overlap."""
     steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
-    bars = {
-        name: _binned([(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()])["mean"]
-        for name in timed_operations(steps)
-    }
-    return {"operations": bars, "step": _binned([(step, row[f"{TIMING}step"]) for step, row in steps.items()])}
+    names = ["step", *timed_operations(steps)] if steps else []
+    times = {name: [(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()] for name in names}
+    return _chart("Step time", "step", times)
 
 
 def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -170,31 +150,26 @@ def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
     return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
 
 
-def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], why: str, operations: list[str]) -> dict[str, Any]:
+def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], operations: list[str]) -> dict[str, Any]:
     """Lanes with spans and waits in a window of steps; times count from its start. Spans that start before it or end
     after it are shown with their full length. If a single step has too many spans, the last lanes are skipped."""
-    first, last = steps[0], steps[-1]
-    (start_s, _), (_, end_s) = bounds[first], bounds[last]
-    spans = around(grouped, first, last)
-    boxes: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
-    for step, operation, span in spans:
-        if span.end_s > start_s and span.start_s < end_s:
-            times = (span.start_s - start_s, span.duration_s)
-            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes)
-            boxes[span.pool, span.rank].append((operations.index(operation), step, *times, *counts, span.parts))
-    all_lanes = lanes(spans, start_s, end_s)
+    start_s, end_s = bounds[steps[0]][0], bounds[steps[-1]][1]
+    timeline = around(grouped, steps[0], steps[-1])
+    all_lanes = lanes(timeline, start_s, end_s)
     shown: list[dict[str, Any]] = []
     num_spans = 0
-    for lane in all_lanes:
-        num_spans += len(boxes[lane.pool, lane.rank])
+    for (pool, rank), lane in all_lanes.items():
+        waits = [(*piece[:3], piece.start_s - start_s, piece.duration_s) for piece in lane if piece.position == NONE]
+        spans = []
+        for step, operation, span in (timeline[piece.position] for piece in lane if piece.position != NONE):
+            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes, span.parts)
+            spans.append((operations.index(operation), step, span.start_s - start_s, span.duration_s, *counts))
+        num_spans += len(spans)
         if shown and num_spans > MAX_SPANS:
             break
-        waits = [(*wait[:3], wait.start_s - start_s, wait.end_s - wait.start_s) for wait in lane.waits]
-        shown.append({"pool": lane.pool, "rank": lane.rank, "spans": boxes[lane.pool, lane.rank], "waits": waits})
-    label = f"step {first} ({why})" if first == last else f"steps {first} to {last} ({why})"
+        shown.append({"pool": pool, "rank": rank, "spans": spans, "waits": waits})
     starts = [(step, bounds[step][0] - start_s) for step in steps]
-    window = {"seconds": end_s - start_s, "lanes": shown, "left_out": len(all_lanes) - len(shown)}
-    return {"label": label, "starts": starts, **window}
+    return {"starts": starts, "seconds": end_s - start_s, "lanes": shown, "num_hidden": len(all_lanes) - len(shown)}
 
 
 # Trace

@@ -10,19 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
-import yaml
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import sparkline
 from rolepool.metrics.sampling import pool_use
-from rolepool.metrics.spans import Recorded
 from rolepool.report.plots import colors_for
-from rolepool.report.run import JsonLines, MetricsByStep, finite_values, read_config, read_row, read_sample, read_span
-from rolepool.report.run import value_at as value_at
+from rolepool.report.run import finite_values, read_run, value_at
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
@@ -35,7 +31,7 @@ SILENT_S = 30.0
 
 def watch(folder: str | Path, *, once: bool) -> None:
     """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a terminal."""
-    watched = WatchedRun(Path(folder))
+    watched = WatchedRun(folder)
     console = Console(highlight=False)
     if once or not console.is_terminal:
         console.print(watched.frame())
@@ -50,65 +46,54 @@ def watch(folder: str | Path, *, once: bool) -> None:
 class WatchedRun:
     """A run folder and what was read from it so far."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self._config = read_config((folder / "config.yaml").read_bytes())
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{folder}: has no readable config.yaml; give the folder of a run") from error
-        self._new_rows = JsonLines(folder / "metrics.jsonl", read_row)
-        self._new_spans = JsonLines(folder / "spans.jsonl", read_span, LAST_BYTES)
-        self._new_samples = JsonLines(folder / "monitor.jsonl", read_sample, LAST_BYTES)
-        self._metrics: MetricsByStep = {}
+    def __init__(self, folder: str | Path) -> None:
+        self._run = read_run(folder, LAST_BYTES)
         self._utilization: dict[str, str] = {}
-        self._last_spans: dict[tuple[str, int], Recorded] = {}
-        """The last span of each rank."""
         self.update()
 
     def update(self) -> None:
-        """Read what was added."""
-        for step, row in self._new_rows.read_new():
-            self._metrics.setdefault(step, {}).update(row)
-        for recorded in self._new_spans.read_new():
-            rank = (recorded.span.pool, recorded.span.rank)
-            if rank not in self._last_spans or recorded.span.end_s >= self._last_spans[rank].span.end_s:
-                self._last_spans[rank] = recorded
-        for sample in self._new_samples.read_new():
+        """Read what was added, and keep the last span of each rank."""
+        self._run.read_new()
+        self._run.spans.sort(key=lambda recorded: recorded.span.end_s)
+        self._last_spans = {(recorded.span.pool, recorded.span.rank): recorded for recorded in self._run.spans}
+        self._run.spans = [*self._last_spans.values()]
+        for sample in self._run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = f"{percent:.0f}%, {gib:.1f} GiB"
+        self._run.monitor.clear()
 
     def _values(self, name: str) -> list[float]:
-        return list(finite_values(self._metrics, name).values())
+        return list(finite_values(self._run.metrics, name).values())
 
     @property
     def step(self) -> int:
         """The last step that has ended."""
-        return max((step for step, row in self._metrics.items() if "timing_s/step" in row), default=0)
+        return max((step for step, row in self._run.metrics.items() if "timing_s/step" in row), default=0)
 
     @property
     def num_steps(self) -> int | None:
         """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
         if rows := self._values("training/num_steps"):
             return int(rows[-1])
-        from_config = value_at(self._config, "trainer.total_training_steps")
+        from_config = value_at(self._run.config, "trainer.total_training_steps")
         return from_config if isinstance(from_config, int) else None
 
     @property
     def is_finished(self) -> bool:
-        if value_at(self._config, "trainer.val_only") is True:
-            return any("timing_s/testing" in row for row in self._metrics.values())
+        if value_at(self._run.config, "trainer.val_only") is True:
+            return any("timing_s/testing" in row for row in self._run.metrics.values())
         return self.num_steps is not None and self.step >= self.num_steps
 
     def frame(self) -> Group:
         """What to show now."""
         last = self._values("timing_s/step")[-10:]
         of_steps = f" of {self.num_steps}" if self.num_steps is not None else ""
-        words = [f"{self._folder.resolve().name}: step {self.step}{of_steps}"]
+        words = [f"{self._run.name}: step {self.step}{of_steps}"]
         if last:
             words.append(f"{last[-1]:.3g} s per step")
         if last and self.num_steps is not None and not self.is_finished:
             words.append(f"about {timedelta(seconds=round((self.num_steps - self.step) * fmean(last)))} left")
-        written_s = max((file.stat().st_mtime for file in self._folder.glob("*.jsonl")), default=time.time())
+        written_s = max((file.stat().st_mtime for file in self._run.folder.glob("*.jsonl")), default=time.time())
         silent_s = time.time() - written_s
         if self.is_finished:
             words.append("finished")
