@@ -16,8 +16,9 @@ from rolepool.config.loading import show
 from rolepool.errors import RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, peak_by_role
-from rolepool.placement.plan import Plan, build_plan
+from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role
+from rolepool.placement.strategies import build_plan
 
 MAX_ADVICE = 4
 MAX_COMBINED = 4

@@ -1,7 +1,7 @@
 """The strategies: functions from the config and the GPUs of each node to pools, and to the pool of each role.
 
-Owns the built-in strategies, one small function each, and finding the one that the config names. Nothing outside this
-module asks which one was chosen.
+Owns the built-in strategies, one small function each, and the plan of the strategy that the config names. Nothing
+outside this module asks which one was chosen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from rolepool.config import Config
 from rolepool.config.functions import import_object
 from rolepool.errors import PlacementError
-from rolepool.placement.pools import ResourcePoolManager
+from rolepool.placement.plan import Plan, ResourcePoolManager, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
 GpusPerNode = Sequence[int]
@@ -19,6 +19,26 @@ GpusPerNode = Sequence[int]
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
 CRITIC_POOL = "critic_pool"
+
+
+def build_plan(config: Config, gpus_per_node: GpusPerNode | None = None, *, take_all: bool = False) -> Plan:
+    """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
+
+    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
+    `take_all` divides the whole inventory, not only what those two keys ask for.
+    """
+    wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
+    name, (needed, unused) = config.placement.strategy, needed_roles(config)
+    strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
+    manager: ResourcePoolManager = strategy(config, inventory if take_all else wanted)
+    if set(manager.roles) != set(needed):
+        raise PlacementError(
+            f"placement.strategy={name}: gives a pool to {', '.join(manager.roles)}, but the run needs "
+            f"{', '.join(needed)}; return a pool for these roles, and for no others"
+        )
+    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
+    return plan.model_copy(update={"unused_roles": unused})
 
 
 def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
@@ -57,7 +77,7 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         raise PlacementError(
             "placement.pools={}: placement.strategy=custom needs pools, such as placement.pools.big=[4]"
         )
-    specs = {name: {"per_node": pool.per_node, "share": pool.share} for name, pool in placement.pools.items()}
+    specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
     everything = ResourcePoolManager(specs, written)
     problems = [
         f"placement.roles.{role}=null: the role has no pool; set it to one of {', '.join(specs)}"
@@ -68,9 +88,8 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     for name in [name for name in specs if name not in roles.values()]:
         skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]
         why = f"its roles are not used: {', '.join(skipped)}" if skipped else "it has no role"
-        problems.append(
-            f"placement.pools.{name}={list(placement.pools[name].per_node)}: {why}; give it a role or remove it"
-        )
+        per_node = list(placement.pools[name].per_node)
+        problems.append(f"placement.pools.{name}={per_node}: {why}; give it a role or remove it")
     if problems:
         raise PlacementError(problems)
     return ResourcePoolManager(specs, roles)
@@ -83,71 +102,34 @@ STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
 }
 
 
-def divide(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
-    """The pools of the strategy that the config names, with every role that the run needs."""
-    name = config.placement.strategy
-    strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
-    pools: ResourcePoolManager = strategy(config, gpus_per_node)
-    needed, _ = needed_roles(config)
-    if set(pools.roles) != set(needed):
-        raise PlacementError(
-            f"placement.strategy={name}: gives a pool to {', '.join(pools.roles)}, but the run needs "
-            f"{', '.join(needed)}; return a pool for these roles, and for no others"
-        )
-    return pools
-
-
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
-    """The GPUs per node of the actor's pool, and those of the critic's."""
-    wish = config.placement.split
-    if sum(gpus_per_node) < 2:
+    """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs of every node."""
+    wish, counts = config.placement.split, [num_gpus for num_gpus in gpus_per_node if num_gpus]
+    if sum(counts) < 2:
         raise PlacementError(
-            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(gpus_per_node)}; "
+            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(counts)}; "
             "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
         )
-    has_single_gpus = min(num_gpus for num_gpus in gpus_per_node if num_gpus) < 2
     whole_nodes = wish.axis == "node"
     if wish.axis == "auto":
-        whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or has_single_gpus)
+        whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
     if whole_nodes:
-        return _divide_whole_nodes(wish.actor_nodes, gpus_per_node)
-    return _divide_inside_nodes(wish.actor_gpus_per_node, gpus_per_node)
-
-
-def _up_to(highest: int) -> str:
-    return "1" if highest == 1 else f"1 to {highest}"
-
-
-def _divide_inside_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
-    smallest = min(num_gpus for num_gpus in gpus_per_node if num_gpus)
-    if wanted is not None and wanted >= smallest:
+        name, wanted, most, unit, other = "actor_nodes", wish.actor_nodes, len(counts), "node", "gpu"
+    else:
+        name, wanted, unit, other = "actor_gpus_per_node", wish.actor_gpus_per_node, "GPU", "node"
+        most = max(counts) if wanted is None else min(counts)
+    if (wanted or 1) >= most:
+        key = f"axis={unit.lower()}" if wanted is None else f"{name}={wanted}"
+        taken = f"all {most} {unit}s" if most > 1 else f"the only {unit}"
+        fix = f"1 to {most - 1}" if most > 2 else "1" if most == 2 else f"placement.split.axis={other}"
         raise PlacementError(
-            f"placement.split.actor_gpus_per_node={wanted}: leaves the critic none of a node's {smallest}; "
-            + (f"use {_up_to(smallest - 1)}" if smallest > 1 else "use placement.split.axis=node")
+            f"placement.split.{key}: the actor takes {taken}{'' if whole_nodes else ' of a node'}, so none is left for "
+            f"the critic; use {fix}"
         )
-    actor = [(num_gpus + 1) // 2 if wanted is None else min(wanted, num_gpus) for num_gpus in gpus_per_node]
-    critic = [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]
-    if not any(critic):
-        raise PlacementError(
-            "placement.split.axis=gpu: every node has a single GPU, so there is none left for the critic; "
-            "use placement.split.axis=node"
-        )
-    return actor, critic
-
-
-def _divide_whole_nodes(wanted: int | None, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
-    nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
-    if len(nodes) < 2:
-        raise PlacementError(
-            f"placement.split.axis=node: there is {len(nodes)} node with GPUs, and two pools need two; "
-            "use placement.split.axis=gpu"
-        )
-    if wanted is not None and wanted >= len(nodes):
-        raise PlacementError(
-            f"placement.split.actor_nodes={wanted}: leaves the critic none of {len(nodes)} nodes; "
-            f"use {_up_to(len(nodes) - 1)}"
-        )
-    actor_nodes = set(nodes[: wanted if wanted is not None else (len(nodes) + 1) // 2])
-    actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
-    critic = [0 if node in actor_nodes else num_gpus for node, num_gpus in enumerate(gpus_per_node)]
-    return actor, critic
+    if whole_nodes:
+        nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
+        actor_nodes = set(nodes[: wanted or (most + 1) // 2])
+        actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
+    else:
+        actor = [min(wanted or (num_gpus + 1) // 2, num_gpus) for num_gpus in gpus_per_node]
+    return actor, [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]
