@@ -23,17 +23,14 @@ from pydantic import ValidationError
 
 from rolepool.config.consistency import contradictions
 from rolepool.config.functions import import_extensions
-from rolepool.config.schema import Config, Key, all_keys, all_sections
+from rolepool.config.schema import Config, all_keys, all_sections
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
-NOT_IMPLEMENTED: dict[str, Any] = {
-    "actor_rollout_ref.model.lora_rank": 0,
-    "actor_rollout_ref.model.lora_alpha": 16,
-}
+NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 16}
 """Keys that training does not implement yet, with the one value that works."""
 
 UNSUPPORTED = {
@@ -178,22 +175,16 @@ def _parse_override(text: str) -> dict[str, Any]:
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
+    stripped, key = value.strip(), all_keys().get(path)
     with explained(f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE):
-        tree: Any = _plain(_parse_value(value, all_keys().get(path)))
-    for name in reversed(path.split(".")):
-        tree = {name: tree}
-    return dict(tree)
-
-
-def _parse_value(text: str, key: Key | None) -> Any:
-    """YAML, except that an unquoted word stays text for a text key, and `{a:1}` needs no space after the colon."""
-    stripped = text.strip()
-    if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
-        parsed = OmegaConf.create({"value": stripped})
-    else:
-        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text) if stripped[:1] in ("{", "[") else text
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
-    return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload,index]
+        if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
+            tree = OmegaConf.create()  # an unquoted word stays text for a text key
+            OmegaConf.update(tree, path, stripped)
+        else:
+            if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon
+                value = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", value)
+            tree = OmegaConf.from_dotlist([f"{path}={value}"])
+        return _plain(OmegaConf.to_container(tree, resolve=False))
 
 
 def _plain(value: Any) -> Any:

@@ -13,17 +13,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, create_model, model_validator
 from pydantic.fields import FieldInfo
 
+from rolepool.config import model_keys, run_keys
 from rolepool.config.base import MAX_COUNT, Section
 from rolepool.config.functions import ADV_ESTIMATORS
-from rolepool.config.model_keys import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
-from rolepool.config.run_keys import (
-    AlgorithmConfig,
-    CustomRewardFunctionConfig,
-    DataConfig,
-    PlacementConfig,
-    RayKwargsConfig,
-    TrainerConfig,
-)
 
 ROLE_SETTINGS: dict[str, type[Section] | None] = {}
 """The keys of each added role. `rolepool.placement.roles.register_role` adds them."""
@@ -44,15 +36,15 @@ class AddedRolesConfig(Section):
 class Config(Section):
     """All keys, resolved and checked. `rolepool.config.load_config` creates it."""
 
-    data: DataConfig
-    actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
-    reward_model: RewardModelConfig
-    custom_reward_function: CustomRewardFunctionConfig
-    algorithm: AlgorithmConfig
-    trainer: TrainerConfig
-    placement: PlacementConfig
-    ray_kwargs: RayKwargsConfig
+    data: run_keys.DataConfig
+    actor_rollout_ref: model_keys.ActorRolloutRefConfig
+    critic: model_keys.CriticConfig
+    reward_model: model_keys.RewardModelConfig
+    custom_reward_function: run_keys.CustomRewardFunctionConfig
+    algorithm: run_keys.AlgorithmConfig
+    trainer: run_keys.TrainerConfig
+    placement: run_keys.PlacementConfig
+    ray_kwargs: run_keys.RayKwargsConfig
     roles: AddedRolesConfig = Field(default_factory=AddedRolesConfig)
 
     @property
