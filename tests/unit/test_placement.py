@@ -127,7 +127,8 @@ def test_one_gpu_cannot_be_split_and_the_error_offers_what_can_be_done() -> None
     [
         ("trainer.n_gpus_per_node=4 placement.split.actor_gpus_per_node=4",
          "the actor takes all 4 GPUs of a node, so none is left for the critic; use 1 to 3"),
-        ("trainer.nnodes=2 placement.split.actor_nodes=2", "the actor takes all 2 nodes, so none is left for the critic; use 1"),
+        ("trainer.nnodes=2 placement.split.actor_nodes=2",
+         "the actor takes all 2 nodes, so none is left for the critic; use 1"),
         ("trainer.nnodes=1 placement.split.axis=node",
          "the actor takes the only node, so none is left for the critic; use placement.split.axis=gpu"),
         ("trainer.nnodes=2 trainer.n_gpus_per_node=1 placement.split.axis=gpu", "use placement.split.axis=node"),

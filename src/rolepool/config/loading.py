@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
 Owns merging, `${...}` references (with OmegaConf), what a key means, and the messages about single keys. Rules about
-combinations of keys are in `consistency`.
+combinations of keys are in `schema`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from rolepool.config.consistency import contradictions
 from rolepool.config.functions import import_extensions
-from rolepool.config.schema import Config, all_keys, all_sections
+from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")

@@ -14,10 +14,9 @@ from fractions import Fraction
 
 from rolepool.config import Config
 from rolepool.config.model_keys import FsdpConfig
-from rolepool.placement.checks import data_parallel_size, longest_row, model_of
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role
+from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -290,7 +289,7 @@ def _role_memory(
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
     spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
-    num_parts = data_parallel_size(config, plan, role)
+    num_parts = plan.num_parts(config, role)
     batch_rows = -(-config.data.train_batch_size * rollout.n // num_parts)
     if not spec.batched:
         num_sequences = min(batch_rows, rollout.max_num_seqs)

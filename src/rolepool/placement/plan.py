@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rolepool.config import Config
 from rolepool.config.run_keys import PoolConfig
 from rolepool.errors import PlacementError
 from rolepool.placement.roles import ROLE_SPECS, Role, home_of
@@ -137,6 +138,12 @@ class Plan(BaseModel):
     def pool_of(self, role: Role) -> ResourcePool:
         """The pool of a role. `actor_rollout` has one if actor and rollout are in the same pool."""
         return self.pools[home_of(role, self.roles)]
+
+    def num_parts(self, config: Config, role: Role) -> int:
+        """Number of parts that a role's batch is split into: one for each process of its pool, or for each group of
+        tensor-parallel ranks."""
+        key = ROLE_SPECS[role].tensor_parallel
+        return max(1, self.pool_of(role).world_size // (1 if key is None else config.at(key)))
 
 
 def place(

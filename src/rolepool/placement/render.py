@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from rolepool.placement.advice import Advice
+from rolepool.placement.checks import Advice
 from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
 from rolepool.placement.plan import Plan
 

@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from rolepool.config import Config
 from rolepool.config.base import Section
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.config.schema import add_role_keys
 from rolepool.errors import ConfigError, PlacementError
 
@@ -238,6 +239,19 @@ def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
     """The roles that a run needs, in order, and why each other role is not used."""
     unused = {role: reason for role, spec in ROLE_SPECS.items() if (reason := spec.why_unused(config)) is not None}
     return [role for role in ROLE_SPECS if role not in unused], unused
+
+
+def model_of(config: Config, role: Role) -> tuple[str | None, Mapping[str, Any]]:
+    """The path of a role's model, and the entries of its config.json that are replaced."""
+    model = config.at(ROLE_SPECS[role].model)
+    return model.path, model.override_config if isinstance(model, PolicyModelConfig) else {}
+
+
+def longest_row(config: Config, role: Role) -> int:
+    """Tokens of the longest row that a role reads."""
+    whole = config.data.max_prompt_length + config.data.max_response_length
+    key = ROLE_SPECS[role].max_length
+    return min(whole, config.at(key) or whole) if key is not None else whole
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:
