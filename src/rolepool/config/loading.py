@@ -263,16 +263,14 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], proble
     try:
         return Config.model_validate(OmegaConf.to_container(tree, resolve=True))
     except ValidationError as error:
-        wrong = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
-    problems.extend(_sentence(leaf, item) for leaf, item in wrong if leaf in leaves)
-    broken.update(leaf for leaf, _ in wrong)
+        wrong = error.errors(include_url=False)
+    for item in wrong:
+        place = "".join(f"{part}." for part in item["loc"])
+        leaf = next(path for path in all_keys() if place.startswith(f"{path}."))
+        broken.add(leaf)
+        if leaf in leaves:
+            problems.append(_sentence(leaf, item))
     return _validate(tree, broken, leaves, [])
-
-
-def _leaf_of(location: tuple[int | str, ...]) -> str:
-    """The key that contains pydantic's location."""
-    place = "".join(f"{part}." for part in location)
-    return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
 def _sentence(leaf: str, item: Any) -> str:

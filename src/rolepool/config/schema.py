@@ -171,13 +171,6 @@ SIZE_OR_TOKENS = {
 
 def contradictions(config: Config) -> Iterator[str]:
     """One line for each rule that the config breaks. It names the keys and what to change."""
-    yield from _about_models(config)
-    yield from _about_batches(config)
-    yield from _about_placement(config)
-
-
-def _about_models(config: Config) -> Iterator[str]:
-    """What is loaded and generated, and where the run resumes and validates."""
     trainer, rollout = config.trainer, "actor_rollout_ref.rollout"
     if config.estimator_needs_critic and not config.uses_critic:
         name = config.algorithm.adv_estimator
@@ -201,6 +194,8 @@ def _about_models(config: Config) -> Iterator[str]:
         if value > 0 and not config.data.val_files:
             written = f"{key}={value}".lower()
             yield f"{written}: there are no validation prompts; set data.val_files, or remove {key}"
+    yield from _about_batches(config)
+    yield from _about_placement(config)
 
 
 def _about_batches(config: Config) -> Iterator[str]:

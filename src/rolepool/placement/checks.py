@@ -57,19 +57,15 @@ def _groups(config: Config, plan: Plan) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its pool."""
     for role, name in plan.roles.items():
         spec, pool = ROLE_SPECS[role], plan.pool_of(role)
-        groups = []
-        if spec.tensor_parallel is not None:
-            groups.append((spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node"))
-        if spec.fsdp is not None and spec.is_trained:
-            groups.append((f"{spec.fsdp}.fsdp_size", [pool.world_size], "in all"))
-        for key, counts, where in groups:
-            size, largest = config.at(key), math.gcd(*counts)
+        sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
+        per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
+        for key, counts, where in (per_node, (sharding, [pool.world_size], "in all")):
+            size, largest = -1 if key is None else config.at(key), math.gcd(*counts)
             if size != -1 and largest % size:
+                processes = f"{', '.join(map(str, counts))} {where}"
                 fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
-                yield (
-                    f"{key}={size}: must divide the number of processes of {name} ({', '.join(map(str, counts))} "
-                    f"{where}); use {' or '.join(fits)}"
-                )
+                fix = f"must divide the number of processes of {name} ({processes}); use {' or '.join(fits)}"
+                yield f"{key}={size}: {fix}"
 
 
 def _batches(config: Config, plan: Plan) -> Iterator[str]:
@@ -197,20 +193,15 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     For a role that ran out of memory, whatever the estimate said. At most one: the one with the lowest peak.
     """
     trials = _Trials(config, 0, build_plan, frozenset())  # 0: the least memory that every role needs
-    # For each override, the peak while the role computes, and the highest peak of all pools. "" is the config as it is.
-    peaks: dict[str, tuple[int, int]] = {}
+    # For each division: the highest peak of all pools, and the peak while the role computes. "" is the config as it is.
+    peaks = {"": (0, 0)}
     for changes, trial in trials.of([{}, *_divisions(config)]):
-        for pool in trial.pools.values():
-            if role in pool.roles and not trial.unknown:
-                highest = max(other.peak for other in trial.pools.values())
-                peaks[Advice(changes, 0).override] = peak_by_role(pool.roles)[role], highest
-    now = peaks.get("", (0, 0))
-    better = [
-        (highest, override)
-        for override, (of_role, highest) in peaks.items()
-        if now[0] - of_role >= MIN_SAVED_BYTES and highest <= now[1]
-    ]
-    return [override for _, override in sorted(better)[:1]]
+        if not trial.unknown:
+            of_role = max(peak_by_role(pool.roles).get(role, 0) for pool in trial.pools.values())
+            peaks[Advice(changes, 0).override] = max(pool.peak for pool in trial.pools.values()), of_role
+    highest, most = peaks[""]
+    better = [key for key, now in peaks.items() if now[0] <= highest and now[1] <= most - MIN_SAVED_BYTES]
+    return sorted(better, key=lambda override: (peaks[override][0], override))[:1]
 
 
 @dataclass(frozen=True)

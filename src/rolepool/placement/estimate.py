@@ -62,14 +62,11 @@ def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
     """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
     sizes: dict[str, MicroBatch] = {}
     for operation, keys in ROLE_SPECS[role].batched:
-        by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
-        sizes[operation.name] = MicroBatch(
-            keys,
-            rows=None if by_tokens else rows,
-            tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role)),
-            is_chosen=not by_tokens and rows is None,
-            recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
-        )
+        by_tokens = config.at(keys.by_tokens)
+        rows = None if by_tokens else config.at(keys.rows)
+        tokens = config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role))
+        recomputes = config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None
+        sizes[operation.name] = MicroBatch(keys, rows, tokens, not by_tokens and rows is None, recomputes)
     return sizes
 
 
@@ -147,8 +144,7 @@ class HeldModel:
         shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
         gradients = loaded.weights
         earlier = gradients if accumulates else 0
-        keeps_copies = self.num_shards == 1 and not recomputes
-        copies = BF16 * self.num_params if keeps_copies else self.gathered_bytes
+        copies = self.gathered_bytes if recomputes or self.num_shards > 1 else BF16 * self.num_params
         one_layer = num_tokens * self.layer_activation_bytes
         # After the forward pass: all layers' activations, or only their inputs; and those of the last norm, which is
         # not compiled: its input in fp32, and 16-bit outputs before and after its weights.

@@ -41,12 +41,7 @@ def detect_gpu_memory() -> int | None:
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles), default=None)
     except pynvml.NVMLError:
         return None
-    finally:
-        pynvml.nvmlShutdown()

@@ -172,21 +172,19 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
     """
     free = [[gpu for gpu, room in enumerate(gpus) if room >= pool.share - SHARE_TOLERANCE] for gpus in left]
     slots: list[Slot] = []
-    node = 0
+    node, nodes = -1, enumerate(free)
     for count in pool.per_node:
-        if count:
-            first = node
-            node = next((later for later in range(first, len(free)) if len(free[later]) >= count), len(free))
-            if node == len(free):
-                part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
-                most = max(map(len, free[first:]), default=0)
-                raise PlacementError(
-                    f"Not enough GPUs: {name} needs {count}{part} on node {first} or a later node, and at most {most} "
-                    f"are free there ({len(free)} node{'s' if len(free) > 1 else ''} in all); make the pool smaller, "
-                    "or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
-                )
-            slots.extend(Slot(node, gpu) for gpu in free[node][:count])
-        node += 1
+        first = node + 1
+        node, gpus = next((one for one in nodes if len(one[1]) >= count), (len(free), []))
+        if len(gpus) < count:
+            part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
+            most = max(map(len, free[first:]), default=0)
+            raise PlacementError(
+                f"Not enough GPUs: {name} needs {count}{part} on node {first} or a later node, and at most {most} are "
+                f"free there ({len(free)} node{'s' if len(free) > 1 else ''} in all); make the pool smaller, or use "
+                "more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
+            )
+        slots.extend(Slot(node, gpu) for gpu in gpus[:count])
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
     return tuple(slots)

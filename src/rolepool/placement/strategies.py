@@ -15,6 +15,7 @@ from rolepool.placement.plan import Plan, ResourcePoolManager, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
 GpusPerNode = Sequence[int]
+Strategy = Callable[[Config, GpusPerNode], ResourcePoolManager]
 
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
@@ -95,11 +96,7 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     return ResourcePoolManager(specs, roles)
 
 
-STRATEGIES: dict[str, Callable[[Config, GpusPerNode], ResourcePoolManager]] = {
-    "standard": standard,
-    "split": split,
-    "custom": custom,
-}
+STRATEGIES: dict[str, Strategy] = {"standard": standard, "split": split, "custom": custom}
 
 
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
