@@ -142,20 +142,10 @@ def _type_text(schema: dict[str, Any]) -> str:
     return ", ".join([TYPES[schema["type"]], *bounds])
 
 
-TYPES = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "text",
-    "object": "a mapping, such as {name: value}",
-    "null": "null",
-}
-BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "greater than",
-    "maximum": "at most",
-    "exclusiveMaximum": "less than",
-}
+TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
+TYPES |= {"object": "a mapping, such as {name: value}"}
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "greater than"}
+BOUNDS |= {"maximum": "at most", "exclusiveMaximum": "less than"}
 
 
 # Rules about several keys: values that are each allowed, but contradict each other

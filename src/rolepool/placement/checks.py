@@ -8,10 +8,9 @@ sequences must not be longer than the models allow. A failed check is certain an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolepool.config import Config
 from rolepool.config.functions import import_object
@@ -32,6 +31,8 @@ MIN_SAVED_BYTES = GIB // 10
 
 Changes = dict[str, Any]
 """New values by key."""
+Replan = Callable[[Config], Plan]
+Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
 
 
 # Checks
@@ -102,10 +103,9 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    by_path: dict[str | None, Role] = {}
-    for role in plan.roles:  # the policy first: a critic that starts from its folder has the policy's overrides, too
-        by_path.setdefault(model_of(config, role)[0], role)
-    for path, role in by_path.items():
+    # The first role of each path: a critic that starts from the policy's folder has the policy's overrides, too.
+    by_path = {model_of(config, role)[0]: role for role in reversed(plan.roles)}
+    for path, role in reversed(by_path.items()):
         spec = ROLE_SPECS[role]
         with suppress(ValueError, TypeError):  # models that are not on disk yet, or that have no limit
             limit = num_positions(read_model_file(*model_of(config, role)))
@@ -139,8 +139,7 @@ def _engine(config: Config) -> Iterator[str]:
 # Advice
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """Changes, and the most bytes by which a pool would still be over its limit (0: everything fits)."""
 
     changes: Changes
@@ -153,7 +152,7 @@ class Advice:
 
 
 def advise(
-    config: Config, plan: Plan, estimate: MemoryEstimate, gpu_memory_bytes: int | None, replan: Callable[[Config], Plan]
+    config: Config, plan: Plan, estimate: MemoryEstimate, gpu_memory_bytes: int | None, replan: Replan
 ) -> list[Advice]:
     """The changes with which the plan comes closest to fitting, best first and one per key; empty if it fits.
 
@@ -162,7 +161,7 @@ def advise(
     """
     if not estimate.excess:
         return []
-    trials = _Trials(config, gpu_memory_bytes, replan, frozenset(find_problems(config, plan)))
+    try_changes = _trials(config, gpu_memory_bytes, replan, find_problems(config, plan))
     known_roles = _known_roles(estimate)
 
     def helpful(base: Advice) -> list[Advice]:
@@ -170,7 +169,7 @@ def advise(
         most = max(0, base.excess - MIN_SAVED_BYTES)
         found = [
             Advice(changes, trial.excess)
-            for changes, trial in trials.of(candidates)
+            for changes, trial in try_changes(candidates)
             # A role whose memory becomes unknown would hide that its pool does not fit.
             if trial.excess <= most and known_roles <= _known_roles(trial)
         ]
@@ -192,10 +191,10 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
 
     For a role that ran out of memory, whatever the estimate said. At most one: the one with the lowest peak.
     """
-    trials = _Trials(config, 0, build_plan, frozenset())  # 0: the least memory that every role needs
+    try_changes = _trials(config, 0, build_plan, [])  # 0: the least memory that every role needs
     # For each division: the highest peak of all pools, and the peak while the role computes. "" is the config as it is.
     peaks = {"": (0, 0)}
-    for changes, trial in trials.of([{}, *_divisions(config)]):
+    for changes, trial in try_changes([{}, *_divisions(config)]):
         if not trial.unknown:
             of_role = max(peak_by_role(pool.roles).get(role, 0) for pool in trial.pools.values())
             peaks[Advice(changes, 0).override] = max(pool.peak for pool in trial.pools.values()), of_role
@@ -204,33 +203,27 @@ def roomier_divisions(config: Config, role: Role) -> list[str]:
     return sorted(better, key=lambda override: (peaks[override][0], override))[:1]
 
 
-@dataclass(frozen=True)
-class _Trials:
-    """Estimates of a config with changes."""
+def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accepted: Sequence[str]) -> Trials:
+    """A function that estimates a config with changes. It skips changes that contradict other keys, or that fail a
+    check which is not in `accepted`."""
+    # Plans by placement, because a plan of many nodes takes time and no other change moves a role.
+    plans: dict[str, Plan | None] = {}
 
-    config: Config
-    gpu_memory_bytes: int | None
-    replan: Callable[[Config], Plan]
-    problems: frozenset[str]
-    """The failed checks of the unchanged plan."""
-    plans: dict[str, Plan | None] = field(default_factory=dict)
-    """Plans by placement, because a plan of many nodes takes time and no other change moves a role."""
-
-    def of(self, candidates: Iterable[Changes]) -> Iterator[tuple[Changes, MemoryEstimate]]:
-        """The estimate with each of the changes. Skips those that contradict other keys or fail another check."""
+    def try_changes(candidates: Iterable[Changes]) -> Iterator[tuple[Changes, MemoryEstimate]]:
         for changes in candidates:
-            config = self.config
+            changed = config
             for key, value in changes.items():
-                config = config.with_value(key, value)
-            placement = config.placement.model_dump_json()
-            if placement not in self.plans:
-                self.plans[placement] = None
+                changed = changed.with_value(key, value)
+            placement = changed.placement.model_dump_json()
+            if placement not in plans:
+                plans[placement] = None
                 with suppress(RolepoolError):
-                    self.plans[placement] = self.replan(config)
-            plan = self.plans[placement]
-            if plan is None or any(contradictions(config)) or set(find_problems(config, plan)) - self.problems:
-                continue
-            yield changes, estimate_memory(config, plan, self.gpu_memory_bytes)
+                    plans[placement] = replan(changed)
+            plan = plans[placement]
+            if plan and not any(contradictions(changed)) and not set(find_problems(changed, plan)).difference(accepted):
+                yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
+
+    return try_changes
 
 
 def _known_roles(estimate: MemoryEstimate) -> set[Role]:

@@ -236,8 +236,9 @@ def generation_memory(
     num_ranks = keys.tensor_model_parallel_size
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // num_ranks)
-    sequence_tokens = prompt_tokens + config.data.max_response_length
-    one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(num_ranks, shape.num_kv_heads)
+    token_bytes = 2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values, all layers
+    sequence_bytes = (prompt_tokens + config.data.max_response_length) * token_bytes
+    one_sequence = sequence_bytes // min(num_ranks, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
     if limit is not None and room is not None:
         most = cache_room(limit, room - weights, weights, keys.gpu_memory_utilization)

@@ -73,11 +73,6 @@ class ModelShape:
         """Parameters of a value or reward model, whose output head has one output."""
         return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, in 16 bits."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
-
 
 def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
