@@ -66,9 +66,8 @@ class LoadedConfig:
         wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
         problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
         if self.config.actor_rollout_ref.rollout.name == "vllm":
-            problems.append(
-                "actor_rollout_ref.rollout.name=vllm: not implemented yet; use native, or your own module:class"
-            )
+            engine = "actor_rollout_ref.rollout.name=vllm"
+            problems.append(f"{engine}: not implemented yet; use native, or your own module:class")
         if problems:
             raise ConfigError(problems)
 

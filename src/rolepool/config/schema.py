@@ -19,7 +19,7 @@ from rolepool.config import model_keys, run_keys
 from rolepool.config.base import MAX_COUNT, Section
 from rolepool.config.functions import ADV_ESTIMATORS
 
-ROLE_SETTINGS: dict[str, type[Section] | None] = {}
+ROLE_SETTINGS: dict[str, type[Section]] = {}
 """The keys of each added role. `rolepool.placement.roles.register_role` adds them."""
 
 
@@ -94,7 +94,7 @@ class Key:
         return self.field.annotation in (str, str | None)
 
 
-def add_role_keys(role: str, settings: type[Section] | None) -> None:
+def add_role_keys(role: str, settings: type[Section]) -> None:
     """Add the keys of a role that is not built in: `placement.roles.ROLE`, and its settings as `roles.ROLE.*`."""
     ROLE_SETTINGS[role] = settings
     all_keys.cache_clear()
@@ -107,8 +107,7 @@ def all_keys() -> dict[str, Key]:
     keys = [*_walk(Config, "")]
     for role, settings in ROLE_SETTINGS.items():
         pool = FieldInfo(annotation=str | None, default=None, description=f"Pool of {role}.")
-        keys.append(Key(f"placement.roles.{role}", pool))
-        keys.extend(_walk(settings, f"roles.{role}.") if settings is not None else ())
+        keys += [Key(f"placement.roles.{role}", pool), *_walk(settings, f"roles.{role}.")]
     return {key.path: key for key in keys}
 
 
@@ -171,10 +170,8 @@ def contradictions(config: Config) -> Iterator[str]:
     validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
     for section, is_used in ((rollout, True), (f"{rollout}.val_kwargs", validation_samples)):
         if is_used and config.at(section).temperature == 0:
-            yield (
-                f"{section}.temperature=0: must be greater than 0; for greedy decoding set {section}.do_sample=false "
-                "and do not set the temperature"
-            )
+            fix = f"for greedy decoding set {section}.do_sample=false and do not set the temperature"
+            yield f"{section}.temperature=0: must be greater than 0; {fix}"
     mode, path = trainer.resume_mode, trainer.resume_from_path
     if (mode == "resume_path") != (path is not None):
         key = f"trainer.resume_from_path={'null' if path is None else path}"
@@ -199,10 +196,8 @@ def _about_batches(config: Config) -> Iterator[str]:
             fix = divisor_near(total, mini)
             yield f"{section}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={total}; use {fix}"
         if keys.use_dynamic_bsz and tokens < longest:
-            yield (
-                f"{section}.ppo_max_token_len_per_gpu={tokens}: one sequence may have {longest} tokens "
-                f"(data.max_prompt_length + data.max_response_length); use at least {longest}"
-            )
+            reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
+            yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"
     for key, switch in SIZE_OR_TOKENS.items():
         if config.at(key) is not None and config.at(switch):
             yield f"{key}={config.at(key)}: {switch}=true limits micro-batches by tokens; set only one of them"

@@ -42,10 +42,8 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan), *_engine(config)]
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
-        problems.append(
-            "placement.mps=true: MPS is for pools that share GPUs, and there are none; remove this key, or use GPUs "
-            "and set a share (placement.split.share=0.5)"
-        )
+        fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
+        problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
     return problems
 
 
@@ -84,20 +82,17 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
             per_gpu, rest = divmod(config.at(mini_batch) * num_samples, parts)
             size = config.at(micro_batch)
             if size is not None and not rest and per_gpu % size:
-                yield (
-                    f"{micro_batch}={size}: must divide the {per_gpu} sequences of a mini-batch on each of the {parts} "
-                    f"processes of {pool}; use {divisor_near(per_gpu, size)}"
-                )
+                number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
+                yield f"{micro_batch}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
         for key, multiple in multiples.items():
             prompts = config.at(key)
             if (prompts * num_samples) % parts and (key, parts) not in reported:
                 reported.add((key, parts))
                 step = parts // math.gcd(parts, num_samples) * multiple
                 below = prompts // step * step
-                yield (
-                    f"{key}={prompts}: {prompts * num_samples} sequences cannot be split into {parts} equal parts for "
-                    f"{role} in {pool}; use {f'{below} or ' if below else ''}{below + step}"
-                )
+                fix = f"use {f'{below} or ' if below else ''}{below + step}"
+                batch = f"{prompts * num_samples} sequences cannot be split into {parts} equal parts"
+                yield f"{key}={prompts}: {batch} for {role} in {pool}; {fix}"
 
 
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
@@ -111,11 +106,9 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
             limit = num_positions(read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
                 fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
-                yield (
-                    f"data.max_prompt_length={prompt}: with data.max_response_length={response} a sequence may have "
-                    f"{prompt + response} tokens, and {spec.model}.path={path} has {limit} positions "
-                    f"(max_position_embeddings); use at most {limit} together{fix}"
-                )
+                tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
+                model = f"{spec.model}.path={path} has {limit} positions (max_position_embeddings)"
+                yield f"data.max_prompt_length={prompt}: {tokens}, and {model}; use at most {limit} together{fix}"
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -257,7 +250,6 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
 
 def _divisions(config: Config) -> Iterator[Changes]:
     """Other ways to divide the same GPUs."""
-    yield {"placement.strategy": "standard"}
-    yield {"placement.strategy": "split"}
+    yield from ({"placement.strategy": name} for name in ("standard", "split"))
     for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
         yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}

@@ -358,8 +358,8 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
         if chosen.keys() == set(pool.roles):
             peaks = peak_by_role(chosen)
             peak_role = max(peaks, key=lambda role: peaks[role])
-            most_of_least = max(peak_by_role(least).values())
-            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, most_of_least, limit)
+            lowest = max(peak_by_role(least).values())
+            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, lowest, limit)
     return estimate
 
 

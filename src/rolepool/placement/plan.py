@@ -43,10 +43,9 @@ def parse_inventory(text: str) -> tuple[int, ...]:
     num_nodes, num_gpus = sum(times for times, _ in groups), sum(times * gpus for times, gpus in groups)
     too_large = num_nodes > MAX_NODES or num_gpus > MAX_SLOTS or any(gpus > MAX_GPUS_PER_NODE for _, gpus in groups)
     if None in matches or num_gpus == 0 or too_large:
-        raise ConfigError(
-            f"--inventory {text!r}: write GPUs per node, such as 8,8,4, or 1024x8 for 1024 nodes of 8; at least 1 GPU "
-            f"and at most {MAX_SLOTS}, on at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs"
-        )
+        form = "write GPUs per node, such as 8,8,4, or 1024x8 for 1024 nodes of 8; at least 1 GPU"
+        limits = f"at most {MAX_SLOTS}, on at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs"
+        raise ConfigError(f"--inventory {text!r}: {form} and {limits}")
     return tuple(gpus for times, gpus in groups for _ in range(times))
 
 
@@ -119,10 +118,9 @@ class ResourcePoolManager:
                 pool = PoolConfig.model_validate(spec)
                 self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
             except ValidationError:
-                problems.append(
-                    f"pool {name}: {spec} must be a list of processes per node such as [2, 2] (integers, at least one "
-                    "of them over 0), or {per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
-                )
+                form = "a list of processes per node such as [2, 2] (integers, at least one of them over 0)"
+                shared = "{per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
+                problems.append(f"pool {name}: {spec} must be {form}, or {shared}")
         names = [*ROLE_SPECS, Role.ActorRollout]
         homes: dict[Role, str] = {}
         for name, home in self.mapping.items():
@@ -217,12 +215,10 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
         node, gpus = next((one for one in nodes if len(one[1]) >= count), (len(free), []))
         if len(gpus) < count:
             part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
-            most = max(map(len, free[first:]), default=0)
-            raise PlacementError(
-                f"Not enough GPUs: {name} needs {count}{part} on node {first} or a later node, and at most {most} are "
-                f"free there ({len(free)} node{'s' if len(free) > 1 else ''} in all); make the pool smaller, or use "
-                "more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
-            )
+            most, plural = max(map(len, free[first:]), default=0), "s" if len(free) > 1 else ""
+            wanted = f"{name} needs {count}{part} on node {first} or a later node, and at most {most} are free there"
+            fix = "make the pool smaller, or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
+            raise PlacementError(f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}")
         slots.extend(Slot(node, gpu) for gpu in gpus[:count])
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share

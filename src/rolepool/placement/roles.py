@@ -86,8 +86,8 @@ class RoleSpec:
     model: str
     """The section that names its model, in the key `path`."""
     operations: tuple[Operation, ...]
-    settings: type[Section] | None = None
-    """The keys of an added role, which become `roles.NAME.*`; None if it has none."""
+    settings: type[Section] = Section
+    """The keys of an added role, which become `roles.NAME.*`; the empty `Section` if it has none."""
     why_unused: Callable[[Config], str | None] = lambda config: None
     """Why a run with this config does not need the role; None if it needs it."""
     rule_worker: str | None = None
@@ -221,9 +221,8 @@ Operations of added roles come last."""
 
 def register_role(spec: RoleSpec) -> None:
     """Add a role: all that is derived from the table then works for it, and its keys are `roles.NAME.*`."""
-    taken = {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}
-    for name in dict.fromkeys([spec.name, *(operation.name for operation in spec.operations)]):
-        if name in taken:
+    for name in [spec.name, *(operation.name for operation in spec.operations)]:
+        if name in {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}:
             raise ConfigError(f"register_role: the name {name} is already used; choose another name")
     add_role_keys(spec.name, spec.settings)
     ROLE_SPECS[Role(spec.name)] = spec

@@ -34,10 +34,9 @@ def build_plan(config: Config, gpus_per_node: GpusPerNode | None = None, *, take
     strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
     manager: ResourcePoolManager = strategy(config, inventory if take_all else wanted)
     if set(manager.roles) != set(needed):
-        raise PlacementError(
-            f"placement.strategy={name}: gives a pool to {', '.join(manager.roles)}, but the run needs "
-            f"{', '.join(needed)}; return a pool for these roles, and for no others"
-        )
+        reason = f"gives a pool to {', '.join(manager.roles)}, but the run needs {', '.join(needed)}"
+        fix = "return a pool for these roles, and for no others"
+        raise PlacementError(f"placement.strategy={name}: {reason}; {fix}")
     plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
     return plan.model_copy(update={"unused_roles": unused})
 
@@ -55,10 +54,8 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     needed, unused = needed_roles(config)
     if not any(ROLE_SPECS[role].has_scalar_head for role in needed):
         reasons = " and ".join(reason for role, reason in unused.items() if ROLE_SPECS[role].has_scalar_head)
-        raise PlacementError(
-            f"placement.strategy=split: no role would be in {CRITIC_POOL} because {reasons}; "
-            "use placement.strategy=standard"
-        )
+        problem = f"no role would be in {CRITIC_POOL} because {reasons}"
+        raise PlacementError(f"placement.strategy=split: {problem}; use placement.strategy=standard")
     share = config.placement.split.share
     actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
     pools = {
@@ -71,8 +68,7 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
 
 def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     """Pools and roles as the user wrote them. Roles that the run does not need are skipped."""
-    placement = config.placement
-    needed, unused = needed_roles(config)
+    placement, (needed, unused) = config.placement, needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
     if not placement.pools:
         raise PlacementError(
@@ -103,10 +99,9 @@ def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list
     """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs of every node."""
     wish, counts = config.placement.split, [num_gpus for num_gpus in gpus_per_node if num_gpus]
     if sum(counts) < 2:
-        raise PlacementError(
-            f"placement.strategy=split: two pools need at least 2 GPUs, and there is {sum(counts)}; "
-            "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
-        )
+        reason = f"two pools need at least 2 GPUs, and there is {sum(counts)}"
+        fix = "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
+        raise PlacementError(f"placement.strategy=split: {reason}; {fix}")
     whole_nodes = wish.axis == "node"
     if wish.axis == "auto":
         whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
@@ -117,12 +112,10 @@ def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list
         most = max(counts) if wanted is None else min(counts)
     if (wanted or 1) >= most:
         key = f"axis={unit.lower()}" if wanted is None else f"{name}={wanted}"
-        taken = f"all {most} {unit}s" if most > 1 else f"the only {unit}"
+        taken = (f"all {most} {unit}s" if most > 1 else f"the only {unit}") + ("" if whole_nodes else " of a node")
         fix = f"1 to {most - 1}" if most > 2 else "1" if most == 2 else f"placement.split.axis={other}"
-        raise PlacementError(
-            f"placement.split.{key}: the actor takes {taken}{'' if whole_nodes else ' of a node'}, so none is left for "
-            f"the critic; use {fix}"
-        )
+        reason = f"the actor takes {taken}, so none is left for the critic"
+        raise PlacementError(f"placement.split.{key}: {reason}; use {fix}")
     if whole_nodes:
         nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
         actor_nodes = set(nodes[: wanted or (most + 1) // 2])
