@@ -64,12 +64,15 @@ def import_object(key: str, reference: str) -> Any:
 def import_extensions(extensions: Iterable[str]) -> None:
     """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
     for extension in extensions:
-        setting, file = f"trainer.extensions={extension}", Path(extension).expanduser().resolve()
+        setting = f"trainer.extensions={extension}"
         fix = "name an installed module, a module in the current folder, or a .py file"
         if not extension.endswith(".py"):
             _import(setting, fix, extension)
-        elif (found := _import(setting, fix, file.stem, folder=file.parent).__file__) != str(file):
-            raise ConfigError(f"{setting}: {found} has the same module name; rename your file")
+        else:
+            file = Path(extension).expanduser().resolve()
+            found = _import(setting, fix, file.stem, folder=file.parent).__file__
+            if found != str(file):
+                raise ConfigError(f"{setting}: {found} has the same module name; rename your file")
         if extension not in EXTENSIONS:
             EXTENSIONS.append(extension)
 

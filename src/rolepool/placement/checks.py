@@ -63,8 +63,8 @@ def _groups(config: Config, plan: Plan) -> Iterator[str]:
             if size != -1 and largest % size:
                 processes = f"{', '.join(map(str, counts))} {where}"
                 fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
-                fix = f"must divide the number of processes of {name} ({processes}); use {' or '.join(fits)}"
-                yield f"{key}={size}: {fix}"
+                rule = f"must divide the number of processes of {name} ({processes})"
+                yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
 
 
 def _batches(config: Config, plan: Plan) -> Iterator[str]:
