@@ -182,7 +182,7 @@ def _parse_override(text: str) -> dict[str, Any]:
             if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon
                 value = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", value)
             tree = OmegaConf.from_dotlist([f"{path}={value}"])
-        return _plain(OmegaConf.to_container(tree, resolve=False))
+        return dict(_plain(OmegaConf.to_container(tree, resolve=False)))
 
 
 def _plain(value: Any) -> Any:

@@ -132,8 +132,8 @@ def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
         text = Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
         if plan.device != "cpu" and memory is not None:
             least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
-            verdict = ("does not fit", "bold red") if memory.excess else ("fits", "green")
-            limit = [" GiB"] if memory.limit is None else [f" of {memory.limit / GIB:.1f} GiB, ", verdict]
+            verdict = Text("does not fit", style="bold red") if memory.excess else Text("fits", style="green")
+            limit = [Text(" GiB")] if memory.limit is None else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
             text = Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
         table.add_row(letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, text)
     return table
