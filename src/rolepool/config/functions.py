@@ -57,7 +57,7 @@ StepName = Annotated[str, AfterValidator(partial(check_name, {}))]
 def import_object(key: str, reference: str) -> Any:
     """What `module:name` refers to, for a key of the config. The module may be in the current folder."""
     module, _, name = reference.partition(":")
-    fix = "write module:name, where the module is installed or in the current folder"
+    fix = "write module:name; the module must be installed or in the current folder"
     return _import(f"{key}={reference}", fix, module, name)
 
 

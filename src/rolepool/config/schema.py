@@ -225,7 +225,7 @@ def _about_placement(config: Config) -> Iterator[str]:
         if placement.strategy != strategy:
             needed, chosen = f"placement.strategy={strategy}", f"placement.strategy={placement.strategy}"
             yield from (f"{key}: is for {needed}, but {chosen}; set {needed}, or remove it" for key in keys)
-    # Only one key may say how the GPUs are divided; an axis may stand together with its own number.
+    # Only one key may say how the GPUs are divided; an axis may be set together with its own number.
     number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
     if placement.strategy == "split" and len(written) > 1 and set(written) != {"axis", number}:
         yield f"{of_split[0]}: contradicts {' and '.join(of_split[1:])}; set only one of them"

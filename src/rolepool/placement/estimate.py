@@ -1,8 +1,8 @@
 """The memory estimate: how many bytes every role and every pool need on one GPU, and how large micro-batches are.
 
-Owns the formulas, which docs/placement.md derives, and the choice of every micro-batch size that the config leaves
-open and of keeping activations. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers
-follow it. A plan that does not fit is a warning and never stops a run.
+Owns the formulas, which docs/placement.md derives. Chooses every micro-batch size that the config does not set, and
+whether activations are kept. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers use
+it. A plan that does not fit is a warning and never stops a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOGITS_AT_ONCE = 2**28
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
 """Memory of a process in addition to torch's tensors: CUDA context, code, communication buffers, fragmentation."""
 MOST_TOKENS = 16_384
-"""Tokens of a micro-batch whose size the config leaves open, if they fit: enough to keep a GPU busy."""
+"""Tokens of a micro-batch whose size the config does not set, if they fit: enough to keep a GPU busy."""
 TOKENS_STEP = 1024
 """The sizes that are tried differ by this many tokens."""
 USABLE = 0.8
@@ -46,7 +46,7 @@ class MicroBatch:
     rows: int | None
     tokens: int
     is_chosen: bool
-    """Whether the config leaves the size open."""
+    """Whether the size was chosen here because the config does not set it."""
     recomputes: bool | None
     """Whether the backward pass recomputes activations; None if there is no backward pass."""
 
@@ -59,7 +59,7 @@ class MicroBatch:
 
 
 def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
-    """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
+    """The micro-batches of each operation of a role as the config sets them; a size that is not set is the largest."""
     sizes: dict[str, MicroBatch] = {}
     for operation, keys in ROLE_SPECS[role].batched:
         by_tokens = config.at(keys.by_tokens)
@@ -198,7 +198,7 @@ class HeldModel:
         return replace(memory, activations=memory.activations + mask)
 
     def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
-        """The size in the config, or the largest that fits if it is open; and activations are kept if they fit."""
+        """The size in the config, or the largest that fits if it is not set. Activations are kept if they fit."""
 
         def fits(size: MicroBatch) -> bool:
             """Whether micro-batches with any mix of lengths fit."""
