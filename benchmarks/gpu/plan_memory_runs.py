@@ -25,7 +25,7 @@ from pathlib import Path
 from rolepool.config import load_config
 from rolepool.placement import build_plan
 from rolepool.placement.estimate import GIB, estimate_memory
-from rolepool.placement.inventory import detect_gpu_memory
+from rolepool.placement.plan import detect_gpu_memory
 from rolepool.report.run import Run, read_run
 
 ROOT = Path(__file__).parent.parent.parent

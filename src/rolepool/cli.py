@@ -49,11 +49,10 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.placement.advice import advise
-    from rolepool.placement.checks import find_problems
+    from rolepool.placement import build_plan
+    from rolepool.placement.checks import advise, find_problems
     from rolepool.placement.estimate import estimate_memory
-    from rolepool.placement.inventory import detect_gpu_memory, parse_inventory, parse_memory
-    from rolepool.placement.plan import build_plan
+    from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.placement.render import plan_as_json, plan_as_text
     from rolepool.trainer.paper import schedule_of
 

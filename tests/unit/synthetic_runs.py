@@ -14,7 +14,7 @@ from pathlib import Path
 from rolepool.config import load_config
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import DRIVER, Recorded, Span
-from rolepool.placement.plan import Plan, build_plan
+from rolepool.placement import Plan, build_plan
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together
     "gen": 4.0,

@@ -126,7 +126,6 @@ def test_a_tiny_model_is_counted_by_hand() -> None:
     assert TINY.embedding_params == 32 * 8
     assert TINY.num_params == 2 * 592 + 256 + 8 + 256
     assert TINY.num_scalar_head_params == 1448 + 8
-    assert TINY.kv_bytes_per_token == 2 * 2 * 4 * 2
 
 
 def test_all_experts_are_kept_and_only_the_active_ones_compute(tmp_path: Path) -> None:

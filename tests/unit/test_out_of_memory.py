@@ -16,7 +16,7 @@ from rolepool.cluster.calls import Share
 from rolepool.config import Config, load_config
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.data.demo import make_demo
-from rolepool.placement.advice import roomier_divisions
+from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MOST_TOKENS, MicroBatch
 from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged

@@ -15,8 +15,7 @@ from rolepool.config import load_config
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.inventory import parse_inventory, parse_memory
-from rolepool.placement.plan import place
+from rolepool.placement.plan import parse_inventory, parse_memory, place
 from rolepool.placement.roles import ROLE_SPECS
 
 ACTOR_POOL, CRITIC_POOL = "actor_rollout_ref_pool", "critic_pool"
@@ -126,10 +125,11 @@ def test_one_gpu_cannot_be_split_and_the_error_offers_what_can_be_done() -> None
     ("wish", "expected"),
     [
         ("trainer.n_gpus_per_node=4 placement.split.actor_gpus_per_node=4",
-         "leaves the critic none of a node's 4; use 1 to 3"),
-        ("trainer.nnodes=2 placement.split.actor_nodes=2", "leaves the critic none of 2 nodes; use 1"),
+         "the actor takes all 4 GPUs of a node, so none is left for the critic; use 1 to 3"),
+        ("trainer.nnodes=2 placement.split.actor_nodes=2",
+         "the actor takes all 2 nodes, so none is left for the critic; use 1"),
         ("trainer.nnodes=1 placement.split.axis=node",
-         "there is 1 node with GPUs, and two pools need two; use placement.split.axis=gpu"),
+         "the actor takes the only node, so none is left for the critic; use placement.split.axis=gpu"),
         ("trainer.nnodes=2 trainer.n_gpus_per_node=1 placement.split.axis=gpu", "use placement.split.axis=node"),
         ("trainer.nnodes=2 trainer.n_gpus_per_node=1 placement.split.actor_gpus_per_node=1",
          "use placement.split.axis=node"),

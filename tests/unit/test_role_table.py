@@ -17,8 +17,7 @@ from rolepool.config.model_keys import CriticConfig
 from rolepool.config.schema import ROLE_SETTINGS, all_keys, all_sections
 from rolepool.errors import ConfigError
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.advice import advise
-from rolepool.placement.checks import find_problems
+from rolepool.placement.checks import advise, find_problems
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import (
     OPERATIONS,

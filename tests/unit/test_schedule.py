@@ -10,8 +10,8 @@ import pytest
 
 from rolepool.config import load_config
 from rolepool.placement import build_plan
+from rolepool.placement.plan import Schedule
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
-from rolepool.placement.schedule import Schedule
 from rolepool.trainer.paper import schedule_of
 
 WITH_REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"

@@ -27,7 +27,7 @@ from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RolepoolError, WorkerError
 from rolepool.placement import Plan
-from rolepool.placement.pools import Slot
+from rolepool.placement.plan import Slot
 from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)

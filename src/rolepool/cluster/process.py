@@ -35,7 +35,7 @@ from rolepool.cluster.mps import MpsDaemon
 from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
-from rolepool.placement.inventory import detect_gpu_memory
+from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol.data import DataProto
 from rolepool.protocol.futures import Reply, reply_with
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes

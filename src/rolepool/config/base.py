@@ -39,9 +39,8 @@ def follows(key: str) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
+    items = () if value is None else value
+    return (items,) if isinstance(items, str) else items
 
 
 def _not_zero(value: int) -> int:

@@ -6,7 +6,6 @@ torch; `rolepool.algorithm` adds the names that users register.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -58,38 +57,33 @@ StepName = Annotated[str, AfterValidator(partial(check_name, {}))]
 def import_object(key: str, reference: str) -> Any:
     """What `module:name` refers to, for a key of the config. The module may be in the current folder."""
     module, _, name = reference.partition(":")
-    fix = "write module:name, where the module is installed or in the current folder"
-    imported = _import(f"{key}={reference}", module, fix)
-    try:
-        return getattr(imported, name)
-    except AttributeError as error:
-        raise ConfigError(f"{key}={reference}: cannot be imported (AttributeError: {error}); {fix}") from None
+    fix = "write module:name; the module must be installed or in the current folder"
+    return _import(f"{key}={reference}", fix, module, name)
 
 
 def import_extensions(extensions: Iterable[str]) -> None:
     """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
     for extension in extensions:
-        module, setting = extension, f"trainer.extensions={extension}"
-        if extension.endswith(".py"):
-            path = Path(extension).expanduser().resolve()
-            _add_to_path(str(path.parent))
-            module = path.stem
-        imported = _import(setting, module, "name an installed module, a module in the current folder, or a .py file")
-        if extension.endswith(".py") and Path(imported.__file__) != path:
-            raise ConfigError(f"{setting}: {imported.__file__} has the same module name; rename your file")
+        setting = f"trainer.extensions={extension}"
+        fix = "name an installed module, a module in the current folder, or a .py file"
+        if not extension.endswith(".py"):
+            _import(setting, fix, extension)
+        else:
+            file = Path(extension).expanduser().resolve()
+            found = _import(setting, fix, file.stem, folder=file.parent).__file__
+            if found != str(file):
+                raise ConfigError(f"{setting}: {found} has the same module name; rename your file")
         if extension not in EXTENSIONS:
             EXTENSIONS.append(extension)
 
 
-def _import(setting: str, module: str, fix: str) -> Any:
-    _add_to_path(os.getcwd())  # noqa: PTH109
+def _import(setting: str, fix: str, module: str, name: str | None = None, *, folder: Path | None = None) -> Any:
+    """The module, or what has this name in it. Also looks in the current folder, and in `folder`."""
+    folders = [str(one) for one in (folder, Path.cwd()) if one is not None]
+    sys.path.extend(one for one in folders if one not in sys.path)
     try:
-        return import_module(module)
+        imported = import_module(module)
+        return imported if name is None else getattr(imported, name)
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{setting}: cannot be imported ({reason}); {fix}") from None
-
-
-def _add_to_path(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.append(folder)

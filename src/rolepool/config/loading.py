@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
 Owns merging, `${...}` references (with OmegaConf), what a key means, and the messages about single keys. Rules about
-combinations of keys are in `consistency`.
+combinations of keys are in `schema`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from rolepool.config.consistency import contradictions
 from rolepool.config.functions import import_extensions
-from rolepool.config.schema import Config, Key, all_keys, all_sections
+from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
-NOT_IMPLEMENTED: dict[str, Any] = {
-    "actor_rollout_ref.model.lora_rank": 0,
-    "actor_rollout_ref.model.lora_alpha": 16,
-}
+NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 16}
 """Keys that training does not implement yet, with the one value that works."""
 
 UNSUPPORTED = {
@@ -70,9 +66,8 @@ class LoadedConfig:
         wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
         problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
         if self.config.actor_rollout_ref.rollout.name == "vllm":
-            problems.append(
-                "actor_rollout_ref.rollout.name=vllm: not implemented yet; use native, or your own module:class"
-            )
+            engine = "actor_rollout_ref.rollout.name=vllm"
+            problems.append(f"{engine}: not implemented yet; use native, or your own module:class")
         if problems:
             raise ConfigError(problems)
 
@@ -178,22 +173,16 @@ def _parse_override(text: str) -> dict[str, Any]:
     path = path.removeprefix("+").removeprefix("+")
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
+    stripped, key = value.strip(), all_keys().get(path)
     with explained(f"{path}={show(value)}: not valid YAML or ${{...}}", "put text in quotes", *UNPARSABLE):
-        tree: Any = _plain(_parse_value(value, all_keys().get(path)))
-    for name in reversed(path.split(".")):
-        tree = {name: tree}
-    return dict(tree)
-
-
-def _parse_value(text: str, key: Key | None) -> Any:
-    """YAML, except that an unquoted word stays text for a text key, and `{a:1}` needs no space after the colon."""
-    stripped = text.strip()
-    if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
-        parsed = OmegaConf.create({"value": stripped})
-    else:
-        text = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", text) if stripped[:1] in ("{", "[") else text
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
-    return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload,index]
+        if key is not None and key.is_text and stripped[:1] not in ("'", '"') and stripped not in ("null", "~"):
+            tree = OmegaConf.create()  # an unquoted word stays text for a text key
+            OmegaConf.update(tree, path, stripped)
+        else:
+            if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon
+                value = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", value)
+            tree = OmegaConf.from_dotlist([f"{path}={value}"])
+        return dict(_plain(OmegaConf.to_container(tree, resolve=False)))
 
 
 def _plain(value: Any) -> Any:
@@ -273,16 +262,14 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], proble
     try:
         return Config.model_validate(OmegaConf.to_container(tree, resolve=True))
     except ValidationError as error:
-        wrong = [(_leaf_of(item["loc"]), item) for item in error.errors(include_url=False)]
-    problems.extend(_sentence(leaf, item) for leaf, item in wrong if leaf in leaves)
-    broken.update(leaf for leaf, _ in wrong)
+        wrong = error.errors(include_url=False)
+    for item in wrong:
+        place = "".join(f"{part}." for part in item["loc"])
+        leaf = next(path for path in all_keys() if place.startswith(f"{path}."))
+        broken.add(leaf)
+        if leaf in leaves:
+            problems.append(_sentence(leaf, item))
     return _validate(tree, broken, leaves, [])
-
-
-def _leaf_of(location: tuple[int | str, ...]) -> str:
-    """The key that contains pydantic's location."""
-    place = "".join(f"{part}." for part in location)
-    return next(path for path in all_keys() if place.startswith(f"{path}."))
 
 
 def _sentence(leaf: str, item: Any) -> str:

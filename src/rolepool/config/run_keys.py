@@ -141,7 +141,7 @@ class SplitConfig(Section):
     """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool its own GPUs."""
 
 
-def _with_a_process(per_node: tuple[int, ...]) -> tuple[int, ...]:
+def _not_empty(per_node: tuple[int, ...]) -> tuple[int, ...]:
     if not any(per_node):
         raise ValueError("must hold at least one process")
     return per_node
@@ -151,9 +151,7 @@ NumProcesses = Annotated[int, Field(ge=0, le=MAX_GPUS_PER_NODE)]
 
 
 class PoolConfig(Section):
-    per_node: Annotated[
-        tuple[NumProcesses, ...], Field(strict=False, max_length=MAX_NODES), AfterValidator(_with_a_process)
-    ]
+    per_node: Annotated[tuple[NumProcesses, ...], Field(strict=False, max_length=MAX_NODES), AfterValidator(_not_empty)]
     """Number of processes on each node, one GPU each; 0 skips a node."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of each GPU, including its memory, that the pool uses."""

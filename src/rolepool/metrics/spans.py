@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from itertools import chain, groupby, pairwise
 from typing import Literal, NamedTuple
 
-from rolepool.placement.pools import DRIVER as DRIVER
-from rolepool.placement.pools import RULE_POOL as RULE_POOL
+from rolepool.placement.plan import DRIVER as DRIVER
+from rolepool.placement.plan import RULE_POOL as RULE_POOL
 
 NONE = -1
 """The position of a span that does not exist."""

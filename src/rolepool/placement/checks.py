@@ -1,54 +1,50 @@
-"""Checks of the counts in a plan: batch sizes, tensor parallelism and sharding must divide evenly over each role's
-pool, and sequences must not be longer than the models allow.
+"""Checks of a plan, and advice for one that does not fit in memory.
 
-What is found here is certain and stops a run. Memory is only estimated, in `estimate`.
+A check is about counts: batch sizes, tensor parallelism and sharding must divide evenly over each role's pool, and
+sequences must not be longer than the models allow. A failed check is certain and stops a run. Memory is only estimated
+(in `estimate`). Advice is a list of overrides that were tried on the estimate and help; none is a guess.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolepool.config import Config
-from rolepool.config.consistency import divisor_near
 from rolepool.config.functions import import_object
-from rolepool.config.model_keys import PolicyModelConfig
+from rolepool.config.loading import show
+from rolepool.config.schema import contradictions, divisor_near
+from rolepool.errors import RolepoolError
+from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, peak_by_role
 from rolepool.placement.models import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import ROLE_SPECS, Role
+from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
+from rolepool.placement.strategies import build_plan
+
+MAX_ADVICE = 4
+MAX_COMBINED = 4
+"""Most changes that are combined if no single one is enough."""
+MIN_SAVED_BYTES = GIB // 10
+"""A smaller saving does not show in the printed figures."""
+
+Changes = dict[str, Any]
+"""New values by key."""
+Replan = Callable[[Config], Plan]
+Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
+
+
+# Checks
 
 
 def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan), *_engine(config)]
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
-        problems.append(
-            "placement.mps=true: MPS is for pools that share GPUs, and there are none; remove this key, or use GPUs "
-            "and set a share (placement.split.share=0.5)"
-        )
+        fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
+        problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
     return problems
-
-
-def data_parallel_size(config: Config, plan: Plan, role: Role) -> int:
-    """Number of parts that a role's batch is split into: one for each process of its pool, or for each group of
-    tensor-parallel ranks."""
-    key = ROLE_SPECS[role].tensor_parallel
-    return max(1, plan.pool_of(role).world_size // (1 if key is None else config.at(key)))
-
-
-def longest_row(config: Config, role: Role) -> int:
-    """Tokens of the longest row that a role reads."""
-    whole = config.data.max_prompt_length + config.data.max_response_length
-    key = ROLE_SPECS[role].max_length
-    return min(whole, config.at(key) or whole) if key is not None else whole
-
-
-def model_of(config: Config, role: Role) -> tuple[str | None, Mapping[str, Any]]:
-    """The path of a role's model, and the entries of its config.json that are replaced."""
-    model = config.at(ROLE_SPECS[role].model)
-    return model.path, model.override_config if isinstance(model, PolicyModelConfig) else {}
 
 
 def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:
@@ -60,19 +56,15 @@ def _groups(config: Config, plan: Plan) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its pool."""
     for role, name in plan.roles.items():
         spec, pool = ROLE_SPECS[role], plan.pool_of(role)
-        groups = []
-        if spec.tensor_parallel is not None:
-            groups.append((spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node"))
-        if spec.fsdp is not None and spec.is_trained:
-            groups.append((f"{spec.fsdp}.fsdp_size", [pool.world_size], "in all"))
-        for key, counts, where in groups:
-            size, largest = config.at(key), math.gcd(*counts)
+        sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
+        per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
+        for key, counts, where in (per_node, (sharding, [pool.world_size], "in all")):
+            size, largest = -1 if key is None else config.at(key), math.gcd(*counts)
             if size != -1 and largest % size:
+                processes = f"{', '.join(map(str, counts))} {where}"
                 fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
-                yield (
-                    f"{key}={size}: must divide the number of processes of {name} ({', '.join(map(str, counts))} "
-                    f"{where}); use {' or '.join(fits)}"
-                )
+                rule = f"must divide the number of processes of {name} ({processes})"
+                yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
 
 
 def _batches(config: Config, plan: Plan) -> Iterator[str]:
@@ -81,7 +73,7 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
     num_mini_batches = max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     reported: set[tuple[str, int]] = set()
     for role, pool in plan.roles.items():
-        section, parts = ROLE_SPECS[role].section, data_parallel_size(config, plan, role)
+        section, parts = ROLE_SPECS[role].section, plan.num_parts(config, role)
         mini_batch, micro_batch = f"{section}.ppo_mini_batch_size", f"{section}.ppo_micro_batch_size_per_gpu"
         # The batch sizes that are offered can also be split into the same number of mini-batches.
         multiples = {"data.train_batch_size": num_mini_batches}
@@ -90,39 +82,33 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
             per_gpu, rest = divmod(config.at(mini_batch) * num_samples, parts)
             size = config.at(micro_batch)
             if size is not None and not rest and per_gpu % size:
-                yield (
-                    f"{micro_batch}={size}: must divide the {per_gpu} sequences of a mini-batch on each of the {parts} "
-                    f"processes of {pool}; use {divisor_near(per_gpu, size)}"
-                )
+                number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
+                yield f"{micro_batch}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
         for key, multiple in multiples.items():
             prompts = config.at(key)
             if (prompts * num_samples) % parts and (key, parts) not in reported:
                 reported.add((key, parts))
                 step = parts // math.gcd(parts, num_samples) * multiple
                 below = prompts // step * step
-                yield (
-                    f"{key}={prompts}: {prompts * num_samples} sequences cannot be split into {parts} equal parts for "
-                    f"{role} in {pool}; use {f'{below} or ' if below else ''}{below + step}"
-                )
+                fix = f"use {f'{below} or ' if below else ''}{below + step}"
+                batch = f"{prompts * num_samples} sequences cannot be split into {parts} equal parts"
+                yield f"{key}={prompts}: {batch} for {role} in {pool}; {fix}"
 
 
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     """Every model must have a position for each token of the longest row that it reads."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    by_path: dict[str | None, Role] = {}
-    for role in plan.roles:  # the policy first: a critic that starts from its folder has the policy's overrides, too
-        by_path.setdefault(model_of(config, role)[0], role)
-    for path, role in by_path.items():
+    # The first role of each path: a critic that starts from the policy's folder has the policy's overrides, too.
+    by_path = {model_of(config, role)[0]: role for role in reversed(plan.roles)}
+    for path, role in reversed(by_path.items()):
         spec = ROLE_SPECS[role]
         with suppress(ValueError, TypeError):  # models that are not on disk yet, or that have no limit
             limit = num_positions(read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
                 fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
-                yield (
-                    f"data.max_prompt_length={prompt}: with data.max_response_length={response} a sequence may have "
-                    f"{prompt + response} tokens, and {spec.model}.path={path} has {limit} positions "
-                    f"(max_position_embeddings); use at most {limit} together{fix}"
-                )
+                tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
+                model = f"{spec.model}.path={path} has {limit} positions (max_position_embeddings)"
+                yield f"data.max_prompt_length={prompt}: {tokens}, and {model}; use at most {limit} together{fix}"
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -141,3 +127,129 @@ def _engine(config: Config) -> Iterator[str]:
         counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
         if (problem := why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
             yield problem
+
+
+# Advice
+
+
+class Advice(NamedTuple):
+    """Changes, and the most bytes by which a pool would still be over its limit (0: everything fits)."""
+
+    changes: Changes
+    excess: int
+
+    @property
+    def override(self) -> str:
+        """The changes as arguments of the command line."""
+        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
+
+
+def advise(
+    config: Config, plan: Plan, estimate: MemoryEstimate, gpu_memory_bytes: int | None, replan: Replan
+) -> list[Advice]:
+    """The changes with which the plan comes closest to fitting, best first and one per key; empty if it fits.
+
+    `replan` makes the plan of a changed config on the same nodes. If no single change is enough, changes are added one
+    by one, the most helpful first, and the sum is advised if everything fits with it.
+    """
+    if not estimate.excess:
+        return []
+    try_changes = _trials(config, gpu_memory_bytes, replan, find_problems(config, plan))
+    known_roles = _known_roles(estimate)
+
+    def helpful(base: Advice) -> list[Advice]:
+        candidates = ({**base.changes, **changes} for changes in _candidates(config, plan))
+        most = max(0, base.excess - MIN_SAVED_BYTES)
+        found = [
+            Advice(changes, trial.excess)
+            for changes, trial in try_changes(candidates)
+            # A role whose memory becomes unknown would hide that its pool does not fit.
+            if trial.excess <= most and known_roles <= _known_roles(trial)
+        ]
+        return sorted(found, key=lambda advice: advice.excess)
+
+    best = helpful(Advice({}, estimate.excess))
+    singles: dict[tuple[str, ...], Advice] = {}
+    for advice in best:
+        singles.setdefault(tuple(advice.changes), advice)
+    for _ in range(MAX_COMBINED - 1):
+        if best and best[0].excess:
+            best = helpful(best[0])
+    combined = [advice for advice in best[:1] if not advice.excess and tuple(advice.changes) not in singles]
+    return [*combined, *singles.values()][:MAX_ADVICE]
+
+
+def roomier_divisions(config: Config, role: Role) -> list[str]:
+    """The override that divides the same GPUs so that `role` needs less memory and no pool has a higher peak than now.
+
+    For a role that ran out of memory, whatever the estimate said. At most one: the one with the lowest peak.
+    """
+    try_changes = _trials(config, 0, build_plan, [])  # 0: the least memory that every role needs
+    # For each division: the highest peak of all pools, and the peak while the role computes. "" is the config as it is.
+    peaks = {"": (0, 0)}
+    for changes, trial in try_changes([{}, *_divisions(config)]):
+        if not trial.unknown:
+            of_role = max(peak_by_role(pool.roles).get(role, 0) for pool in trial.pools.values())
+            peaks[Advice(changes, 0).override] = max(pool.peak for pool in trial.pools.values()), of_role
+    highest, most = peaks[""]
+    better = [key for key, now in peaks.items() if now[0] <= highest and now[1] <= most - MIN_SAVED_BYTES]
+    return sorted(better, key=lambda override: (peaks[override][0], override))[:1]
+
+
+def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accepted: Sequence[str]) -> Trials:
+    """A function that estimates a config with changes. It skips changes that contradict other keys, or that fail a
+    check which is not in `accepted`."""
+    # Plans by placement, because a plan of many nodes takes time and no other change moves a role.
+    plans: dict[str, Plan | None] = {}
+
+    def try_changes(candidates: Iterable[Changes]) -> Iterator[tuple[Changes, MemoryEstimate]]:
+        for changes in candidates:
+            changed = config
+            for key, value in changes.items():
+                changed = changed.with_value(key, value)
+            placement = changed.placement.model_dump_json()
+            if placement not in plans:
+                plans[placement] = None
+                with suppress(RolepoolError):
+                    plans[placement] = replan(changed)
+            plan = plans[placement]
+            if plan and not any(contradictions(changed)) and not set(find_problems(changed, plan)).difference(accepted):
+                yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
+
+    return try_changes
+
+
+def _known_roles(estimate: MemoryEstimate) -> set[Role]:
+    """The roles of all pools whose memory is known."""
+    return {role for pool in estimate.pools.values() for role in pool.roles}
+
+
+def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
+    """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller cache, other divisions."""
+    specs = [ROLE_SPECS[role] for role in plan.roles]
+    for _, keys in (batched for spec in specs for batched in spec.batched):
+        key = keys.tokens if config.at(keys.by_tokens) else keys.rows
+        size = config.at(key) or 1
+        while size > 1:
+            size //= 2
+            yield {key: size}
+    for spec in specs:
+        if spec.is_trained:
+            yield {f"{spec.model}.enable_gradient_checkpointing": True}
+            yield {f"{spec.fsdp}.optimizer_offload": True}
+            yield {f"{spec.fsdp}.param_offload": True, f"{spec.fsdp}.optimizer_offload": True}
+        elif spec.fsdp is not None:
+            yield {f"{spec.fsdp}.param_offload": True}
+    yield {"actor_rollout_ref.rollout.free_cache_engine": True}
+    for spec in specs:
+        if spec.tensor_parallel is not None:
+            yield from ({spec.tensor_parallel: num_ranks} for num_ranks in (2, 4, 8))
+    yield from ({"actor_rollout_ref.rollout.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2))
+    yield from _divisions(config)
+
+
+def _divisions(config: Config) -> Iterator[Changes]:
+    """Other ways to divide the same GPUs."""
+    yield from ({"placement.strategy": name} for name in ("standard", "split"))
+    for actor_gpus in range(1, min(config.trainer.n_gpus_per_node, 9)):
+        yield {"placement.strategy": "split", "placement.split.actor_gpus_per_node": actor_gpus}

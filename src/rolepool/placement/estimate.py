@@ -1,8 +1,8 @@
 """The memory estimate: how many bytes every role and every pool need on one GPU, and how large micro-batches are.
 
-Owns the formulas, which docs/placement.md derives, and the choice of every micro-batch size that the config leaves
-open and of keeping activations. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers
-follow it. A plan that does not fit is a warning and never stops a run.
+Owns the formulas, which docs/placement.md derives. Chooses every micro-batch size that the config does not set, and
+whether activations are kept. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers use
+it. A plan that does not fit is a warning and never stops a run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from fractions import Fraction
 
 from rolepool.config import Config
 from rolepool.config.model_keys import FsdpConfig
-from rolepool.placement.checks import data_parallel_size, longest_row, model_of
 from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role
+from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
 GIB = 2**30
 BF16, FP32 = 2, 4
@@ -26,7 +25,7 @@ LOGITS_AT_ONCE = 2**28
 PROCESS_OVERHEAD_BYTES = int(1.0 * GIB)
 """Memory of a process in addition to torch's tensors: CUDA context, code, communication buffers, fragmentation."""
 MOST_TOKENS = 16_384
-"""Tokens of a micro-batch whose size the config leaves open, if they fit: enough to keep a GPU busy."""
+"""Tokens of a micro-batch whose size the config does not set, if they fit: enough to keep a GPU busy."""
 TOKENS_STEP = 1024
 """The sizes that are tried differ by this many tokens."""
 USABLE = 0.8
@@ -47,7 +46,7 @@ class MicroBatch:
     rows: int | None
     tokens: int
     is_chosen: bool
-    """Whether the config leaves the size open."""
+    """Whether the size was chosen here because the config does not set it."""
     recomputes: bool | None
     """Whether the backward pass recomputes activations; None if there is no backward pass."""
 
@@ -60,17 +59,14 @@ class MicroBatch:
 
 
 def default_micro_batches(config: Config, role: Role) -> dict[str, MicroBatch]:
-    """The micro-batches of each operation of a role as the config has them; an open size is the largest allowed."""
+    """The micro-batches of each operation of a role as the config sets them; a size that is not set is the largest."""
     sizes: dict[str, MicroBatch] = {}
     for operation, keys in ROLE_SPECS[role].batched:
-        by_tokens, rows = config.at(keys.by_tokens), config.at(keys.rows)
-        sizes[operation.name] = MicroBatch(
-            keys,
-            rows=None if by_tokens else rows,
-            tokens=config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role)),
-            is_chosen=not by_tokens and rows is None,
-            recomputes=config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None,
-        )
+        by_tokens = config.at(keys.by_tokens)
+        rows = None if by_tokens else config.at(keys.rows)
+        tokens = config.at(keys.tokens) if by_tokens else max(MOST_TOKENS, longest_row(config, role))
+        recomputes = config.at(ROLE_SPECS[role].model).enable_gradient_checkpointing if operation.trains else None
+        sizes[operation.name] = MicroBatch(keys, rows, tokens, not by_tokens and rows is None, recomputes)
     return sizes
 
 
@@ -148,8 +144,7 @@ class HeldModel:
         shape, num_logit_tokens, loaded = self.shape, int(num_tokens * self.logit_share), self.loaded
         gradients = loaded.weights
         earlier = gradients if accumulates else 0
-        keeps_copies = self.num_shards == 1 and not recomputes
-        copies = BF16 * self.num_params if keeps_copies else self.gathered_bytes
+        copies = self.gathered_bytes if recomputes or self.num_shards > 1 else BF16 * self.num_params
         one_layer = num_tokens * self.layer_activation_bytes
         # After the forward pass: all layers' activations, or only their inputs; and those of the last norm, which is
         # not compiled: its input in fp32, and 16-bit outputs before and after its weights.
@@ -203,7 +198,7 @@ class HeldModel:
         return replace(memory, activations=memory.activations + mask)
 
     def choose(self, size: MicroBatch, num_rows: int, room: int | None) -> MicroBatch:
-        """The size in the config, or the largest that fits if it is open; and activations are kept if they fit."""
+        """The size in the config, or the largest that fits if it is not set. Activations are kept if they fit."""
 
         def fits(size: MicroBatch) -> bool:
             """Whether micro-batches with any mix of lengths fit."""
@@ -241,8 +236,9 @@ def generation_memory(
     num_ranks = keys.tensor_model_parallel_size
     layers = shape.num_layers * shape.layer_params
     weights = BF16 * (shape.num_params - layers + layers // num_ranks)
-    sequence_tokens = prompt_tokens + config.data.max_response_length
-    one_sequence = sequence_tokens * shape.kv_bytes_per_token // min(num_ranks, shape.num_kv_heads)
+    token_bytes = 2 * BF16 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values, all layers
+    sequence_bytes = (prompt_tokens + config.data.max_response_length) * token_bytes
+    one_sequence = sequence_bytes // min(num_ranks, shape.num_kv_heads)
     kv_cache = num_sequences * one_sequence
     if limit is not None and room is not None:
         most = cache_room(limit, room - weights, weights, keys.gpu_memory_utilization)
@@ -290,7 +286,7 @@ def _role_memory(
     Without room it is the least memory that the role needs. Raises ShapeUnknown.
     """
     spec, rollout = ROLE_SPECS[role], config.actor_rollout_ref.rollout
-    num_parts = data_parallel_size(config, plan, role)
+    num_parts = plan.num_parts(config, role)
     batch_rows = -(-config.data.train_batch_size * rollout.n // num_parts)
     if not spec.batched:
         num_sequences = min(batch_rows, rollout.max_num_seqs)
@@ -362,8 +358,8 @@ def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) ->
         if chosen.keys() == set(pool.roles):
             peaks = peak_by_role(chosen)
             peak_role = max(peaks, key=lambda role: peaks[role])
-            most_of_least = max(peak_by_role(least).values())
-            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, most_of_least, limit)
+            lowest = max(peak_by_role(least).values())
+            estimate.pools[name] = PoolMemory(chosen, peaks[peak_role], peak_role, lowest, limit)
     return estimate
 
 

@@ -73,11 +73,6 @@ class ModelShape:
         """Parameters of a value or reward model, whose output head has one output."""
         return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, in 16 bits."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
-
 
 def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
@@ -159,8 +154,6 @@ def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: i
     fits = [ranks for ranks in sizes if num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0]
     if size in fits:
         return None
-    return (
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: cannot split the model's {num_heads} heads, "
-        f"{num_kv_heads} key-value heads and {inner_size} inner features of the MLP evenly; "
-        f"use {' or '.join(map(str, fits))}"
-    )
+    key, use = "actor_rollout_ref.rollout.tensor_model_parallel_size", " or ".join(map(str, fits))
+    model = f"{num_heads} heads, {num_kv_heads} key-value heads and {inner_size} inner features of the MLP"
+    return f"{key}={size}: cannot split the model's {model} evenly; use {use}"

@@ -1,20 +1,156 @@
-"""The plan: which pool every role is in, and which GPUs every pool has.
+"""The plan: which pool every role is in, which GPUs every pool has, and which operations can run at the same time.
 
-Plain data that can be written to JSON and read back. All other code asks the plan where a role is.
+Owns the form of `--inventory` and `--gpu-memory`, `ResourcePool` and `ResourcePoolManager`, the names that a pool must
+not have, the schedule of a step, and the rule by which GPUs are assigned: pools in order, and in each pool the entries
+of `per_node` in order. An entry goes to the next node that has enough free GPUs, and takes the lowest free GPU numbers.
+A plan is plain data that can be written to JSON and read back. All other code asks the plan where a role is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolepool.config import Config
-from rolepool.errors import PlacementError
-from rolepool.placement.pools import ResourcePool, ResourcePoolManager, take_slots
-from rolepool.placement.roles import Role, home_of, needed_roles
-from rolepool.placement.strategies import divide
+from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
+from rolepool.errors import ConfigError, PlacementError
+from rolepool.placement.roles import ROLE_SPECS, Role, home_of
+
+DRIVER = "driver"
+"""The pool name in spans of the driver itself, which computes advantages and writes checkpoints."""
+RULE_POOL = "reward_cpu"
+"""The pool name of the helper processes that compute rule rewards."""
+SHARE_TOLERANCE = 1e-9
+UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+NEXT_STEP = "next_"
+"""Begins the names of operations that belong to the next step."""
+
+
+# The GPUs
+
+
+def parse_inventory(text: str) -> tuple[int, ...]:
+    """`8,8,4` GPUs per node; `1024x8` is 1024 nodes of 8."""
+    matches = [re.fullmatch(r"\s*(?:(\d{1,6})x)?(\d{1,6})\s*", part) for part in text.split(",")]
+    groups = [(int(match[1] or 1), int(match[2])) for match in matches if match is not None]
+    num_nodes, num_gpus = sum(times for times, _ in groups), sum(times * gpus for times, gpus in groups)
+    too_large = num_nodes > MAX_NODES or num_gpus > MAX_SLOTS or any(gpus > MAX_GPUS_PER_NODE for _, gpus in groups)
+    if None in matches or num_gpus == 0 or too_large:
+        form = "write GPUs per node, such as 8,8,4, or 1024x8 for 1024 nodes of 8; at least 1 GPU"
+        limits = f"at most {MAX_SLOTS}, on at most {MAX_NODES} nodes of at most {MAX_GPUS_PER_NODE} GPUs"
+        raise ConfigError(f"--inventory {text!r}: {form} and {limits}")
+    return tuple(gpus for times, gpus in groups for _ in range(times))
+
+
+def parse_memory(text: str) -> int:
+    """Bytes from `80`, `80GiB` or `141GB`. A number without a unit is in GiB."""
+    match = re.fullmatch(r"\s*(\d{1,7}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in UNITS or float(match[1]) == 0:
+        raise ConfigError(f"--gpu-memory {text!r}: write the memory of one GPU, such as 80 (GiB), 80GiB or 141GB")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def detect_gpu_memory() -> int | None:
+    """Memory of the smallest GPU of this machine; None if it has no GPU."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles), default=None)
+    except pynvml.NVMLError:
+        return None
+
+
+# Pools
+
+
+class Slot(NamedTuple):
+    """One GPU of one node; on a cluster without GPUs, one CPU slot."""
+
+    node: int
+    gpu: int
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A list of processes per node. Each process has one GPU, or a `share` of one. 0 skips a node."""
+
+    per_node: tuple[int, ...]
+    share: float = 1.0
+    slots: tuple[Slot, ...] = ()
+    """The GPU of the process of each rank; empty before the pool is placed."""
+    roles: tuple[Role, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return sum(self.per_node)
+
+    @cached_property
+    def counts_by_node(self) -> dict[int, int]:
+        """Number of the pool's processes on each node that has one."""
+        return Counter(slot.node for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class ResourcePoolManager:
+    """Pools by name and the pool of every role. A pool is `[processes per node]` or `{per_node: [..], share: 0.5}`."""
+
+    resource_pool_spec: Mapping[str, Sequence[int] | Mapping[str, Any]]
+    mapping: Mapping[Role, str]
+    resource_pool_dict: dict[str, ResourcePool] = field(init=False, default_factory=dict)
+    roles: dict[Role, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        for name, spec in self.resource_pool_spec.items():
+            if name in (DRIVER, RULE_POOL):
+                problems.append(f"placement.pools.{name}: timings already use this name; choose another name")
+            try:
+                pool = PoolConfig.model_validate(spec)
+                self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
+            except ValidationError:
+                form = "a list of processes per node such as [2, 2] (integers, at least one of them over 0)"
+                shared = "{per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
+                problems.append(f"pool {name}: {spec} must be {form}, or {shared}")
+        names = [*ROLE_SPECS, Role.ActorRollout]
+        homes: dict[Role, str] = {}
+        for name, home in self.mapping.items():
+            key = f"placement.roles.{name}={home}"
+            if name not in names:
+                problems.append(f"{key}: there is no role {name}; the roles are {', '.join(names)}")
+                continue
+            if home not in self.resource_pool_spec:
+                problems.append(f"{key}: no such pool; there are {', '.join(self.resource_pool_spec) or 'none'}")
+            for role in Role(name).parts:
+                if role in homes:
+                    problems.append(f"{key}: {role} is also placed in {homes[role]}; set only one pool for it")
+                homes[role] = home
+        if problems:
+            raise PlacementError(problems)
+        self.roles.update({role: homes[role] for role in ROLE_SPECS if role in homes})
+
+    def create_resource_pool(self) -> None:
+        """Do nothing: the pools exist as soon as the manager does. For launch scripts that call it."""
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool of a role."""
+        return self.resource_pool_dict[home_of(role, self.roles)]
+
+    def get_n_gpus(self) -> int:
+        """Number of processes in all pools."""
+        return sum(pool.world_size for pool in self.resource_pool_dict.values())
+
+
+# The plan
 
 
 class Plan(BaseModel):
@@ -40,18 +176,11 @@ class Plan(BaseModel):
         """The pool of a role. `actor_rollout` has one if actor and rollout are in the same pool."""
         return self.pools[home_of(role, self.roles)]
 
-
-def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
-    """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
-
-    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
-    `take_all` divides the whole inventory, not only what those two keys ask for.
-    """
-    wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
-    manager = divide(config, inventory if take_all else wanted)
-    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
-    return plan.model_copy(update={"unused_roles": needed_roles(config)[1]})
+    def num_parts(self, config: Config, role: Role) -> int:
+        """Number of parts that a role's batch is split into: one for each process of its pool, or for each group of
+        tensor-parallel ranks."""
+        key = ROLE_SPECS[role].tensor_parallel
+        return max(1, self.pool_of(role).world_size // (1 if key is None else config.at(key)))
 
 
 def place(
@@ -65,9 +194,84 @@ def place(
     for name, pool in manager.resource_pool_dict.items():
         roles = tuple(role for role, home in manager.roles.items() if home == name)
         try:
-            pools[name] = replace(pool, slots=take_slots(name, pool, left), roles=roles)
+            pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
         except PlacementError as error:
             problems.extend(error.problems)
     if problems:
         raise PlacementError(problems)
     return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)
+
+
+def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple[Slot, ...]:
+    """The slots of a pool, in rank order. Subtracts its shares from `left`, the free part of every GPU of every node.
+
+    Raises PlacementError, and changes nothing, if the pool does not fit.
+    """
+    free = [[gpu for gpu, room in enumerate(gpus) if room >= pool.share - SHARE_TOLERANCE] for gpus in left]
+    slots: list[Slot] = []
+    node, nodes = -1, enumerate(free)
+    for count in pool.per_node:
+        first = node + 1
+        node, gpus = next((one for one in nodes if len(one[1]) >= count), (len(free), []))
+        if len(gpus) < count:
+            part = "" if pool.share == 1 else f" with {pool.share:g} of each free"
+            most, plural = max(map(len, free[first:]), default=0), "s" if len(free) > 1 else ""
+            wanted = f"{name} needs {count}{part} on node {first} or a later node, and at most {most} are free there"
+            fix = "make the pool smaller, or use more GPUs (trainer.nnodes, trainer.n_gpus_per_node, --inventory)"
+            raise PlacementError(f"Not enough GPUs: {wanted} ({len(free)} node{plural} in all); {fix}")
+        slots.extend(Slot(node, gpu) for gpu in gpus[:count])
+    for slot in slots:
+        left[slot.node][slot.gpu] -= pool.share
+    return tuple(slots)
+
+
+# The schedule
+
+
+@dataclass(frozen=True)
+class ScheduledCall:
+    """A call that the driver makes in a step."""
+
+    operation: str
+    roles: frozenset[Role]
+    """The roles that compute it; none for work of the driver itself."""
+    after: frozenset[int]
+    """Positions of the calls that end before this one starts, under every placement: those whose results it is given,
+    those that the driver waited for before it made this call, and earlier calls of the same role."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The calls of a step in the order in which they are made, and the generation that begins the next step.
+
+    It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second description of the step.
+    """
+
+    calls: tuple[ScheduledCall, ...]
+
+    @cached_property
+    def independent(self) -> list[tuple[ScheduledCall, ScheduledCall]]:
+        """The pairs of calls of which the second does not wait for the first."""
+        before: list[frozenset[int]] = []  # for each call, the positions of all calls that end before it starts
+        for call in self.calls:
+            before.append(call.after.union(*(before[earlier] for earlier in call.after)))
+        pairs = combinations(range(len(self.calls)), 2)
+        return [(self.calls[first], self.calls[second]) for first, second in pairs if first not in before[second]]
+
+    def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
+        """The pairs of operations that run at the same time with these roles in these pools."""
+        names = list(dict.fromkeys(call.operation for call in self.calls if call.roles))
+        return [pair for pair in combinations(names, 2) if self.can_overlap(*pair, roles)]
+
+    def can_overlap(self, one: str, other: str, roles: Mapping[Role, str] | None = None) -> bool:
+        """Whether some call of one operation can run at the same time as some call of the other: neither waits for the
+        other, and they use different pools. None stands for a pool for each role."""
+
+        def pools(call: ScheduledCall) -> set[str]:
+            """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of the plan's pools."""
+            return set() if roles is None else {roles.get(role, RULE_POOL) for role in call.roles}
+
+        return any(
+            {first.operation, second.operation} == {one, other} and pools(first).isdisjoint(pools(second))
+            for first, second in self.independent
+        )

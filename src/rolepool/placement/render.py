@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from rolepool.placement.advice import Advice
+from rolepool.placement.checks import Advice
 from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
 from rolepool.placement.plan import Plan
 
@@ -70,12 +70,10 @@ def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advic
     if not console.is_terminal:
         console.width = WIDTH_OFF_TERMINAL
     nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
-    num_used = len({slot for pool in plan.pools.values() for slot in pool.slots})
     kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-    title = (
-        f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {num_used} of {sum(plan.gpus_per_node)} {kind} "
-        f"(nodes x {kind}: {nodes})"
-    )
+    used = {slot for pool in plan.pools.values() for slot in pool.slots}
+    gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+    title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
     parts: list[RenderableType] = [Text(title, style="bold"), "", _grid(plan), "", _pool_table(plan, estimate), ""]
     if estimate.pools and plan.device != "cpu":
         parts.extend([_memory_table(plan, estimate), ""])
@@ -128,23 +126,17 @@ def _grid(plan: Plan) -> Table:
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     table = _table("", "pool", "processes", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     for index, (name, pool) in enumerate(plan.pools.items()):
-        letter = _letter(index)
+        letter, memory = _letter(index), estimate.pools.get(name)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
         roles = Text(", ".join(pool.roles), style=letter.style)
-        memory = _memory_text(plan, estimate, name)
-        table.add_row(letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, memory)
+        text = Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
+        if plan.device != "cpu" and memory is not None:
+            least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
+            verdict = Text("does not fit", style="bold red") if memory.excess else Text("fits", style="green")
+            limit = [Text(" GiB")] if memory.limit is None else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
+            text = Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
+        table.add_row(letter, Text(name, style=letter.style), f"{pool.world_size}{share}", roles, text)
     return table
-
-
-def _memory_text(plan: Plan, estimate: MemoryEstimate, name: str) -> Text:
-    if plan.device == "cpu" or name not in estimate.pools:
-        return Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
-    memory = estimate.pools[name]
-    least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
-    if memory.limit is None:
-        return Text(f"{memory.peak / GIB:.1f} GiB{least}")
-    verdict = ("does not fit", "bold red") if memory.excess else ("fits", "green")
-    return Text.assemble(f"{memory.peak / GIB:.1f} of {memory.limit / GIB:.1f} GiB, ", verdict, least)
 
 
 def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:

@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from rolepool.config import Config
 from rolepool.config.base import Section
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.config.schema import add_role_keys
 from rolepool.errors import ConfigError, PlacementError
 
@@ -85,8 +86,8 @@ class RoleSpec:
     model: str
     """The section that names its model, in the key `path`."""
     operations: tuple[Operation, ...]
-    settings: type[Section] | None = None
-    """The keys of an added role, which become `roles.NAME.*`; None if it has none."""
+    settings: type[Section] = Section
+    """The keys of an added role, which become `roles.NAME.*`; the empty `Section` if it has none."""
     why_unused: Callable[[Config], str | None] = lambda config: None
     """Why a run with this config does not need the role; None if it needs it."""
     rule_worker: str | None = None
@@ -115,12 +116,6 @@ class RoleSpec:
         return [(operation, operation.micro_batch) for operation in self.operations if operation.micro_batch]
 
 
-_ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
-_CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
-
-
 def _needs_no_reference(config: Config) -> str | None:
     return None if config.uses_reference else "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"
 
@@ -133,6 +128,20 @@ def _needs_no_reward_model(config: Config) -> str | None:
     return None if config.reward_model.enable else "the reward is a rule (reward_model.enable=false)"
 
 
+_ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
+_CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
+_REF_TOKENS = (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_REF}.log_prob_use_dynamic_bsz")
+_REWARD_TOKENS = ("critic.ppo_max_token_len_per_gpu", "reward_model.use_dynamic_bsz")
+
+_OLD_LOG_PROB_BATCH = MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_ACTOR_TOKENS)
+_ACTOR_BATCH = MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS)
+_REF_BATCH = MicroBatchKeys(f"{_REF}.log_prob_micro_batch_size_per_gpu", *_REF_TOKENS)
+_VALUES_BATCH = MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_CRITIC_TOKENS)
+_CRITIC_BATCH = MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS)
+_REWARD_BATCH = MicroBatchKeys("reward_model.micro_batch_size_per_gpu", *_REWARD_TOKENS)
+
 _SPECS = (
     RoleSpec(
         name=Role.Actor,
@@ -142,20 +151,8 @@ _SPECS = (
         fsdp=f"{_ACTOR}.fsdp_config",
         checkpoints_to_keep="trainer.max_actor_ckpt_to_keep",
         operations=(
-            Operation(
-                "old_log_prob",
-                method="compute_log_prob",
-                color="#56B4E9",
-                micro_batch=MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
-            ),
-            Operation(
-                "update_actor",
-                method="update_actor",
-                color="#0072B2",
-                micro_batch=MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS),
-                trains=True,
-                is_per_token=True,
-            ),
+            Operation("old_log_prob", "compute_log_prob", "#56B4E9", _OLD_LOG_PROB_BATCH),
+            Operation("update_actor", "update_actor", "#0072B2", _ACTOR_BATCH, trains=True, is_per_token=True),
         ),
     ),
     # After the actor, because it shares the actor's weights if both are in one process.
@@ -167,9 +164,9 @@ _SPECS = (
         tensor_parallel=f"{_ROLLOUT}.tensor_model_parallel_size",
         memory_key=f"{_ROLLOUT}.gpu_memory_utilization",
         operations=(
-            Operation("gen", method="generate_sequences", color="#009E73", is_per_token=True),
-            Operation("baseline", method="generate_sequences", color="#80CEB9"),
-            Operation("update_weights", method="take_weights", color="#8C8C8C"),
+            Operation("gen", "generate_sequences", "#009E73", is_per_token=True),
+            Operation("baseline", "generate_sequences", "#80CEB9"),
+            Operation("update_weights", "take_weights", "#8C8C8C"),
         ),
     ),
     RoleSpec(
@@ -179,19 +176,7 @@ _SPECS = (
         model=_POLICY,
         why_unused=_needs_no_reference,
         fsdp=f"{_REF}.fsdp_config",
-        operations=(
-            Operation(
-                "ref",
-                method="compute_ref_log_prob",
-                color="#CC79A7",
-                micro_batch=MicroBatchKeys(
-                    rows=f"{_REF}.log_prob_micro_batch_size_per_gpu",
-                    tokens=f"{_REF}.log_prob_max_token_len_per_gpu",
-                    by_tokens=f"{_REF}.log_prob_use_dynamic_bsz",
-                ),
-                is_per_token=True,
-            ),
-        ),
+        operations=(Operation("ref", "compute_ref_log_prob", "#CC79A7", _REF_BATCH, is_per_token=True),),
     ),
     RoleSpec(
         name=Role.Critic,
@@ -203,21 +188,8 @@ _SPECS = (
         has_scalar_head=True,
         checkpoints_to_keep="trainer.max_critic_ckpt_to_keep",
         operations=(
-            Operation(
-                "values",
-                method="compute_values",
-                color="#E69F00",
-                micro_batch=MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
-                is_per_token=True,
-            ),
-            Operation(
-                "update_critic",
-                method="update_critic",
-                color="#D55E00",
-                micro_batch=MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS),
-                trains=True,
-                is_per_token=True,
-            ),
+            Operation("values", "compute_values", "#E69F00", _VALUES_BATCH, is_per_token=True),
+            Operation("update_critic", "update_critic", "#D55E00", _CRITIC_BATCH, trains=True, is_per_token=True),
         ),
     ),
     RoleSpec(
@@ -230,45 +202,27 @@ _SPECS = (
         max_length="reward_model.max_length",
         has_scalar_head=True,
         can_pack=False,
-        operations=(
-            Operation(
-                "reward",
-                method="compute_scores",
-                color="#F0E442",
-                micro_batch=MicroBatchKeys(
-                    rows="reward_model.micro_batch_size_per_gpu",
-                    tokens="critic.ppo_max_token_len_per_gpu",
-                    by_tokens="reward_model.use_dynamic_bsz",
-                ),
-            ),
-        ),
+        operations=(Operation("reward", "compute_scores", "#F0E442", _REWARD_BATCH),),
     ),
 )
 ROLE_SPECS: dict[Role, RoleSpec] = {Role(spec.name): spec for spec in _SPECS}
 
-DRIVER_OPERATIONS = (
+_DRIVER_OPERATIONS = (
     Operation("adv", color="#595959", is_per_token=True),
     Operation("testing", color="#B3B3B3"),
     Operation("save_checkpoint", color="#D9D9D9"),
 )
-
+_BY_NAME = {one.name: one for part in (*(spec.operations for spec in _SPECS), _DRIVER_OPERATIONS) for one in part}
 _STEP_ORDER = ("gen", "baseline", "reward", "values", "old_log_prob", "ref", "adv", "update_critic", "update_actor")
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in sorted(
-        (*(one for spec in _SPECS for one in spec.operations), *DRIVER_OPERATIONS),
-        key=lambda operation: _STEP_ORDER.index(operation.name) if operation.name in _STEP_ORDER else len(_STEP_ORDER),
-    )
-}
+OPERATIONS: dict[str, Operation] = {name: _BY_NAME[name] for name in dict.fromkeys((*_STEP_ORDER, *_BY_NAME))}
 """By name, in the order of a step, which is also the order of legends. A test compares it with the step itself.
 Operations of added roles come last."""
 
 
 def register_role(spec: RoleSpec) -> None:
     """Add a role: all that is derived from the table then works for it, and its keys are `roles.NAME.*`."""
-    taken = {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}
-    for name in dict.fromkeys([spec.name, *(operation.name for operation in spec.operations)]):
-        if name in taken:
+    for name in [spec.name, *(operation.name for operation in spec.operations)]:
+        if name in {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}:
             raise ConfigError(f"register_role: the name {name} is already used; choose another name")
     add_role_keys(spec.name, spec.settings)
     ROLE_SPECS[Role(spec.name)] = spec
@@ -284,6 +238,19 @@ def needed_roles(config: Config) -> tuple[list[Role], dict[Role, str]]:
     """The roles that a run needs, in order, and why each other role is not used."""
     unused = {role: reason for role, spec in ROLE_SPECS.items() if (reason := spec.why_unused(config)) is not None}
     return [role for role in ROLE_SPECS if role not in unused], unused
+
+
+def model_of(config: Config, role: Role) -> tuple[str | None, Mapping[str, Any]]:
+    """The path of a role's model, and the entries of its config.json that are replaced."""
+    model = config.at(ROLE_SPECS[role].model)
+    return model.path, model.override_config if isinstance(model, PolicyModelConfig) else {}
+
+
+def longest_row(config: Config, role: Role) -> int:
+    """Tokens of the longest row that a role reads."""
+    whole = config.data.max_prompt_length + config.data.max_response_length
+    key = ROLE_SPECS[role].max_length
+    return min(whole, config.at(key) or whole) if key is not None else whole
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:

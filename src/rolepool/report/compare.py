@@ -26,8 +26,8 @@ from rolepool.config.loading import show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import DRIVER, Timeline, lanes, step_bounds
+from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.plan import build_plan
 from rolepool.report import plots
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
 

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla
 from rolepool.config import Config
-from rolepool.config.consistency import divisor_near
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
+from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, on_device
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
 from rolepool.models.training import TrainedModel, model_utilization
-from rolepool.placement.advice import roomier_divisions
+from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.placement.roles import ROLE_SPECS, Role

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
+from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import Role, needed_roles
-from rolepool.placement.schedule import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.trainer.calls import Roles
 from rolepool.trainer.remax import remax_step
 from rolepool.trainer.step import StepCalls, ppo_step
