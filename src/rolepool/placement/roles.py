@@ -174,7 +174,7 @@ _SPECS = (
     ),
     RoleSpec(
         name=Role.RefPolicy,
-        worker="rolepool.roles.ref:Reference",
+        worker="rolepool.roles.actor:Reference",
         section=_REF,
         model=_POLICY,
         why_unused=_needs_no_reference,
@@ -223,7 +223,7 @@ _SPECS = (
     RoleSpec(
         name=Role.RewardModel,
         worker="rolepool.roles.reward_model:RewardModel",
-        rule_worker="rolepool.roles.rule_reward:RuleReward",
+        rule_worker="rolepool.roles.reward_model:RuleReward",
         section="reward_model",
         model="reward_model.model",
         why_unused=_needs_no_reward_model,

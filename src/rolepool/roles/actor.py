@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained. Computes log-probs of rollouts, updates, and exports its weights."""
+"""The policy as two roles: the actor, which is trained, and the reference, which stays as it was before training."""
 
 from __future__ import annotations
 
@@ -9,40 +9,38 @@ from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts, agg_loss, masked_kl_penalty
 from rolepool.config import Config
-from rolepool.config.model_keys import ActorConfig
-from rolepool.models.packing import TokenRows, TokenScores, response_log_probs
+from rolepool.config.model_keys import ActorConfig, RefConfig
+from rolepool.models.packing import TokenRows
 from rolepool.models.sharding import whole_parameters
+from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import TOKENS
-from rolepool.roles.model_role import Setup, TrainedRole
+from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 
 class Actor(TrainedRole):
+    """Computes log-probs of rollouts, updates the policy, and exports its weights."""
+
     role = Role.Actor
     keys: ActorConfig
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
-        self.temperature = config.actor_rollout_ref.rollout.temperature
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
-        with self.trained.on_device(training=False) as model, torch.no_grad():
-            model.eval()
-            return self.in_micro_batches("compute_log_prob", data, self._score)
 
-    def _score(self, rows: TokenRows) -> dict[str, Tensor]:
-        scores = self._log_probs(rows)
-        entropy_sums = rows.pad(scores.entropies.double()).sum(dim=1)
-        return {"old_log_probs": rows.ragged(scores.log_probs), "entropy_sums": entropy_sums}
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            scores = self.log_probs(rows)
+            entropy_sums = rows.pad(scores.entropies.double()).sum(dim=1)
+            return {"old_log_probs": rows.ragged(scores.log_probs), "entropy_sums": entropy_sums}
 
-    def _log_probs(self, rows: TokenRows) -> TokenScores:
-        return response_log_probs(self.trained.model, rows, temperature=self.temperature, packed=self.packed)
+        return self.in_micro_batches("compute_log_prob", data, score)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
@@ -59,7 +57,7 @@ class Actor(TrainedRole):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys, mask = self.keys, columns["response_mask"]
         mode = keys.loss_agg_mode
-        scores = self._log_probs(rows)
+        scores = self.log_probs(rows)
         log_probs = rows.pad(scores.log_probs)
         loss, metrics = self.policy_loss(
             old_log_prob=columns["old_log_probs"],
@@ -101,8 +99,27 @@ class Actor(TrainedRole):
         batch of one row. The other ranks only take part in gathering: they copy nothing and return an empty batch."""
         dtype = None if self.device == "cpu" else torch.bfloat16
         rows: dict[str, Tensor] = {}
-        with self.trained.on_device(training=False) as model:
+        with self.trained.on_device() as model:
             for name, tensor in whole_parameters(model, set(names)):
                 if self.rank == 0:
                     rows[name] = tensor.detach().to(dtype=dtype).cpu().unsqueeze(0)
         return DataProto.from_dict(rows)
+
+
+class Reference(ModelRole):
+    """Computes log-probs for KL terms."""
+
+    role = Role.RefPolicy
+    keys: RefConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        model = self.load_policy(self.frozen_dtype, packed=self.packed)
+        self.placed = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of the response tokens under the weights before training."""
+        return self.in_micro_batches(
+            "compute_ref_log_prob", data, lambda rows: {"ref_log_prob": rows.ragged(self.log_probs(rows).log_probs)}
+        )

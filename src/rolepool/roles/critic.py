@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts, compute_value_loss, masked_sum
@@ -32,11 +31,7 @@ class Critic(TrainedRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """The value of the state before each response token."""
-        with self.trained.on_device(training=False) as model, torch.no_grad():
-            model.eval()
-            return self.in_micro_batches(
-                "compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))}
-            )
+        return self.in_micro_batches("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
 
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)

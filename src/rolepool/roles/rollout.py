@@ -1,7 +1,7 @@
 """The rollout: responses to prompts, from the actor's weights.
 
 Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export. The
-engine that generates is the one that the config names (`rolepool.rollout.factory`).
+engine that generates is the one that `actor_rollout_ref.rollout.name` names: the native one, or a class of the user's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rolepool.config import Config
+from rolepool.config.functions import import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
@@ -22,8 +23,8 @@ from rolepool.protocol.parts import part
 from rolepool.protocol.ragged import ragged
 from rolepool.roles.actor import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
-from rolepool.rollout.factory import make_engine
+from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.native import native_engine
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
@@ -40,7 +41,11 @@ class Rollout(ModelRole):
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
         load_model = partial(self.load_policy, self.frozen_dtype, packed=False)
-        self.engine = make_engine(config, self.context, load_model, shared_model)
+        name = self.keys.name
+        make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
+        self.engine: Engine = make(
+            config=config, context=self.context, load_model=load_model, shared_model=shared_model
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
@@ -107,7 +112,7 @@ class Rollout(ModelRole):
         """Take the weights of the actor in this process. Nothing is moved if both use one model."""
         actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
-        with actor.trained.on_device(training=False) as model, part("gather"):
+        with actor.trained.on_device() as model, part("gather"):
             self.engine.update_weights([] if self.engine.shared_weights else whole_parameters(model), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

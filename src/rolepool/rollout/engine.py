@@ -88,19 +88,13 @@ class Completion:
 class Engine(Protocol):
     """Generates responses, one call at a time."""
 
-    @property
-    def shared_weights(self) -> bool:
-        """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that it generates with."""
-        ...
+    shared_weights: bool
+    """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""
+    version: int
+    """Version of the weights that it generates with."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in the order of requests."""
-        ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
@@ -109,15 +103,12 @@ class Engine(Protocol):
         shape is an error that names the tensor. Everything computed with the old weights is dropped. An engine with
         shared weights uses only `version`.
         """
-        ...
 
     def sleep(self) -> None:
         """Free the memory that only generation needs."""
-        ...
 
     def wake(self) -> None:
         """Allow `generate` again, which allocates that memory."""
-        ...
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:

@@ -14,17 +14,9 @@ import torch
 from torch import Tensor
 
 from rolepool.models.packing import on_device
-from rolepool.placement.estimate import cache_room
-from rolepool.protocol.memory import free_bytes
 
 _UNUSED_ROW = [0, -1, 0, 0, 0, 0]
 """State of a row that is not in use: it has ended, and its position is -1."""
-
-
-def room_on_gpu(weights_bytes: int, utilization: float) -> int:
-    """Bytes that a cache may take now on this process's GPU, if the rollout's weights take `weights_bytes`."""
-    share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
-    return cache_room(share, free_bytes("cuda"), weights_bytes, utilization)
 
 
 @dataclass(frozen=True)

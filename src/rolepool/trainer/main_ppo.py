@@ -27,8 +27,8 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     from rolepool.trainer.loop import Trainer
 
     trainer = Trainer(loaded)
-    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
-        trainer.observer = console
+    trainer.observer = console = TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger)
+    with console.progress:
         trainer.run()
     console.print_summary(str(trainer.folder.path))
 
