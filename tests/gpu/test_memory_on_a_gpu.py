@@ -19,8 +19,7 @@ from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, wanted_bytes
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.actor import Actor, Reference
-from rolepool.roles.critic import Critic
+from rolepool.roles.actor_critic import Actor, Critic, Reference
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout

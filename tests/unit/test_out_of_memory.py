@@ -22,7 +22,7 @@ from rolepool.placement.roles import MicroBatchKeys, Role
 from rolepool.protocol import DataProto, pad_ragged, ragged
 from rolepool.protocol.memory import explain_out_of_memory, free_bytes, is_out_of_memory, show_bytes, wanted_bytes
 from rolepool.protocol.worker import Worker, WorkerContext, made_in
-from rolepool.roles.actor import Actor, Reference
+from rolepool.roles.actor_critic import Actor, Reference
 from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
 from rolepool.roles.rollout import Rollout
 

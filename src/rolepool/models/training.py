@@ -4,8 +4,6 @@ Owns gradient accumulation, clipping, learning rate, offload, and how much of a 
 caller passes the loss.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -136,7 +136,7 @@ def _needs_no_reward_model(config: Config) -> str | None:
 _SPECS = (
     RoleSpec(
         name=Role.Actor,
-        worker="rolepool.roles.actor:Actor",
+        worker="rolepool.roles.actor_critic:Actor",
         section=_ACTOR,
         model=_POLICY,
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -174,7 +174,7 @@ _SPECS = (
     ),
     RoleSpec(
         name=Role.RefPolicy,
-        worker="rolepool.roles.actor:Reference",
+        worker="rolepool.roles.actor_critic:Reference",
         section=_REF,
         model=_POLICY,
         why_unused=_needs_no_reference,
@@ -195,7 +195,7 @@ _SPECS = (
     ),
     RoleSpec(
         name=Role.Critic,
-        worker="rolepool.roles.critic:Critic",
+        worker="rolepool.roles.actor_critic:Critic",
         section="critic",
         model="critic.model",
         why_unused=_needs_no_critic,

@@ -5,8 +5,6 @@ A role is a subclass that sets `role`, loads its model and computes. What it is 
 roles of its process can move to host memory, another division of the GPUs.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -211,7 +209,7 @@ class TrainedRole(ModelRole):
             numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
             columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
             means = {name: sum(column) / len(batches) for name, column in columns.items()}
-            sums = sum_over_ranks(means, self.device)
+            sums = dict(zip(means, sum_over_ranks(means.values(), self.device), strict=True))
         seconds, num_made = time.perf_counter() - start_s, sum(map(math.isfinite, columns["grad_norm"]))
         counted = {"updates": num_made, "skipped_updates": len(batches) - num_made, "lr": self.trained.learning_rate}
         if ends_step:
@@ -251,10 +249,6 @@ def kept_lengths(data: DataProto) -> Tensor:
 
 def count_losses(lengths_of_batches: Iterable[Tensor], longest: int, device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""
-    counts = {
-        f"{kind} {number}": float(count)
-        for number, lengths in enumerate(lengths_of_batches)
-        for kind, count in (("tokens", lengths.sum()), ("sequences", (lengths > 0).sum()))
-    }
-    totals = list(map(int, sum_over_ranks(counts, device).values()))
+    counts = [float(count) for lengths in lengths_of_batches for count in (lengths.sum(), (lengths > 0).sum())]
+    totals = list(map(int, sum_over_ranks(counts, device)))
     return [LossCounts(*counted, float(longest)) for counted in zip(totals[::2], totals[1::2], strict=True)]

@@ -4,8 +4,6 @@ The reward model is a Hugging Face sequence classifier that scores prompt and re
 model is a subclass with another `role` (docs/extending.md).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

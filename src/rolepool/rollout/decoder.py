@@ -237,12 +237,9 @@ class Decoder:
 
     def _prefill_attention(self, cache: SlotCache, pieces: list[Piece]) -> Attention:
         """Adjacent pieces with the same start and length are computed in one call, without padding."""
-
-        def alike(numbered: tuple[int, Piece]) -> tuple[int, int, int]:
-            index, piece = numbered
-            return piece.slot - index, piece.start, piece.num_tokens
-
-        groups = [[piece for _, piece in group] for _, group in groupby(enumerate(pieces), alike)]
+        keys = [(piece.slot - index, piece.start, piece.num_tokens) for index, piece in enumerate(pieces)]
+        alike = groupby(zip(keys, pieces, strict=True), lambda pair: pair[0])
+        groups = [[piece for _, piece in group] for _, group in alike]
         sizes = [len(group) * group[0].num_tokens for group in groups]
         masks: dict[tuple[Piece, int], Tensor | None] = {}
         for first, *_ in groups:

@@ -3,8 +3,6 @@
 Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -59,24 +57,15 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow; `token_ids` and
-    `log_probs` give them as lists."""
+    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow."""
 
-    token_array: npt.NDArray[np.int64]
-    """Token ids, including the stop token."""
-    log_prob_array: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int64]
+    """Includes the stop token."""
+    log_probs: npt.NDArray[np.float32]
     """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. With greedy
     decoding they are those of the softmax of the logits."""
     finish_reason: Literal["stop", "length"]
     weights_version: int
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(self.token_array.tolist())
-
-    @property
-    def log_probs(self) -> list[float]:
-        return list(self.log_prob_array.tolist())
 
     def __eq__(self, other: object) -> bool:
         names = [field.name for field in fields(self)]

@@ -187,8 +187,9 @@ class NativeEngine:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
         length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
         num_slots, shape = min(self._max_num_seqs, len(requests)), cache_shape(self._model)
-        if self._cache is None or not self._cache.fits(shape, num_slots, length):
-            self._cache = None  # before the new one is allocated, so that both never exist at once
+        cache = self._cache
+        if cache is None or cache.shape != shape or cache.num_slots < num_slots or cache.length < length:
+            self._cache = cache = None  # before the new one is allocated, so that both never exist at once
             if self._cache_bytes is not None:
                 num_bytes = self._parallel.smallest(self._cache_bytes(), shape.device)
                 num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
@@ -198,8 +199,8 @@ class NativeEngine:
                         f"needs {shape.slot_bytes(length):,}: raise actor_rollout_ref.rollout.gpu_memory_utilization, "
                         "or shorten data.max_prompt_length or data.max_response_length"
                     )
-            self._cache = SlotCache(shape, num_slots, length)
-        return self._cache
+            self._cache = cache = SlotCache(shape, num_slots, length)
+        return cache
 
     def _take_state(self, cache: SlotCache, requests: Sequence[Request], sampling: Sampling) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
@@ -208,9 +209,11 @@ class NativeEngine:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
         if before is not None and before.addresses == addresses:
-            if before.decoder.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
+            batch, has_positions = before.batch, before.decoder.num_positions >= cache.length
+            has_room = batch.num_rows >= num_rows and batch.max_new_tokens >= num_new
+            if has_positions and has_room and batch.stop_token_ids == stops:
                 return before
-            num_rows, num_new = max(num_rows, before.batch.num_rows), max(num_new, before.batch.max_new_tokens)
+            num_rows, num_new = max(num_rows, batch.num_rows), max(num_new, batch.max_new_tokens)
         self._state = before = None  # frees its graphs before others are captured
         length, device = cache.length, cache.shape.device
         if self._on_gpu:  # with room for longer sequences in later calls

@@ -5,8 +5,6 @@ If the reward has no KL penalty, log-probs may still be computed while the criti
 outside of this module, and padded to the longest response here, because the algorithms take padded tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

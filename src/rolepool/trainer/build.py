@@ -4,8 +4,6 @@ Owns which process gets which role, and how the actor's weights reach the rollou
 class plays which role is in the table of `rolepool.placement.roles`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,7 @@ from transformers.utils.hub import cached_file
 from rolepool.config import Config, load_config
 from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.models.checkpoint import (
-    checkpoint_folder,
-    export_hf,
-    newest_checkpoint,
-    publish,
-    remove_old,
-    temporary_folder,
-)
+from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
 from rolepool.trainer.step import Roles
 
@@ -46,19 +37,15 @@ class Checkpoints:
         self._parts = [role for role in trained_roles() if role in roles]
 
     @property
-    def are_on(self) -> bool:
-        return self._keys.save_freq > 0
-
-    @property
     def newest_in_words(self) -> str:
-        newest = newest_checkpoint(self._folder.path)
+        newest = model_files.newest_checkpoint(self._folder.path)
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
     def find(self) -> tuple[Path, Position] | None:
         """The checkpoint to resume from, and the state of the run when it was saved; None starts a new run."""
         is_auto = self._keys.resume_mode == "auto"
         named = Path(self._keys.resume_from_path or "").expanduser()
-        path = newest_checkpoint(self._folder.path) if is_auto else named
+        path = model_files.newest_checkpoint(self._folder.path) if is_auto else named
         if path is None or self._keys.resume_mode == "disable":
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
@@ -87,16 +74,16 @@ class Checkpoints:
 
     def save(self, roles: Roles, position: Position) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
-        final = checkpoint_folder(self._folder.path.absolute(), position.step)
-        temporary = temporary_folder(final)
+        final = model_files.checkpoint_folder(self._folder.path.absolute(), position.step)
+        temporary = model_files.temporary_folder(final)
         for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
-        publish(temporary, final)
+        model_files.publish(temporary, final)
         for role in self._parts:
             key = ROLE_SPECS[role].checkpoints_to_keep
             if key is not None and (keep := self._config.at(key)) is not None:
-                remove_old(self._folder.path, role, keep)
+                model_files.remove_old(self._folder.path, role, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Load a checkpoint into all roles."""
@@ -114,7 +101,7 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     config = load_config([str(run / "config.yaml")], []).config
     if role not in trained_roles():
         raise ConfigError(f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}")
-    saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
+    saved = model_files.newest_checkpoint(run, [role]) if step is None else model_files.checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
         raise ConfigError(
@@ -127,5 +114,5 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
     except OSError:
         raise ConfigError(f"{key}={model}: not found; run the export on a machine that has it") from None
-    export_hf(saved / role, Path(model_config).parent, out_dir)
+    model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
     return saved

@@ -3,8 +3,6 @@
 Owns the text. Every number comes from the metrics of a step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Owns the order of things around a step. A step's row is written when its last ca
 step has begun. Saving and validating wait for that.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading
@@ -90,8 +88,7 @@ class Trainer:
         self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
-        problems = find_problems(self.config, self.plan)
-        if problems:
+        if problems := find_problems(self.config, self.plan):
             raise PlacementError(problems)
         check_inputs(self.config, self.plan)
         keys = self.config.actor_rollout_ref.model
@@ -101,9 +98,8 @@ class Trainer:
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
-        self.num_steps = self.config.trainer.total_training_steps or (
-            self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
-        )
+        num_epochs = self.config.trainer.total_epochs
+        self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
@@ -158,7 +154,7 @@ class Trainer:
         ) as cluster:
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
             self.monitors = cluster.start_monitors()  # early, because starting them takes a while
-            if self.checkpoints.are_on or saved is not None:
+            if self.config.trainer.save_freq > 0 or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
                 self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
@@ -198,7 +194,7 @@ class Trainer:
                 after = "not saved (trainer.save_freq=-1)"
                 if self.saved_step == number:
                     after = f"saved; {command} resumes from it"
-                elif self.checkpoints.are_on and self.bad_steps.reason is not None:
+                elif self.config.trainer.save_freq > 0 and self.bad_steps.reason is not None:
                     after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
@@ -218,7 +214,7 @@ class Trainer:
         self._finish(step, None)
         if tests and not self.interrupt.asked:
             self._validate(roles, number)
-        if saves or (self.checkpoints.are_on and self.interrupt.asked):
+        if saves or (self.config.trainer.save_freq > 0 and self.interrupt.asked):
             if self.bad_steps.reason is None:
                 self._save(roles, number)
             else:

@@ -3,8 +3,6 @@
 Owns what is printed before the first step and after the last one. Slow imports wait until the config is valid.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Owns what a bad step is, the warning about skipped updates, and the error that ends the run.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

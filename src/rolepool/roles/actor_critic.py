@@ -1,16 +1,15 @@
-"""The policy as two roles: the actor, which is trained, and the reference, which stays as it was before training."""
-
-from __future__ import annotations
+"""The roles that compute a number for every response token: actor, critic, and the reference for KL terms."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import LossCounts, agg_loss, masked_kl_penalty
+from rolepool.algorithm.losses import LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
 from rolepool.config import Config
-from rolepool.config.model_keys import ActorConfig, RefConfig
-from rolepool.models.packing import TokenRows
+from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
+from rolepool.models.loading import load_critic
+from rolepool.models.packing import TokenRows, response_values
 from rolepool.models.sharding import whole_parameters
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
@@ -20,7 +19,7 @@ from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 
 class Actor(TrainedRole):
-    """Computes log-probs of rollouts, updates the policy, and exports its weights."""
+    """The policy in training: computes log-probs of rollouts, is updated, and exports its weights."""
 
     role = Role.Actor
     keys: ActorConfig
@@ -36,9 +35,9 @@ class Actor(TrainedRole):
         """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
-            scores = self.log_probs(rows)
-            entropy_sums = rows.pad(scores.entropies.double()).sum(dim=1)
-            return {"old_log_probs": rows.ragged(scores.log_probs), "entropy_sums": entropy_sums}
+            log_probs, entropies = self.log_probs(rows)
+            entropy_sums = rows.pad(entropies.double()).sum(dim=1)
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": entropy_sums}
 
         return self.in_micro_batches("compute_log_prob", data, score)
 
@@ -55,10 +54,9 @@ class Actor(TrainedRole):
     def loss_of(
         self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, mask = self.keys, columns["response_mask"]
-        mode = keys.loss_agg_mode
-        scores = self.log_probs(rows)
-        log_probs = rows.pad(scores.log_probs)
+        keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
+        new_log_probs, entropies = self.log_probs(rows)
+        log_probs = rows.pad(new_log_probs)
         loss, metrics = self.policy_loss(
             old_log_prob=columns["old_log_probs"],
             log_prob=log_probs,
@@ -73,7 +71,7 @@ class Actor(TrainedRole):
         )
         metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0:
-            entropy = agg_loss(rows.pad(scores.entropies), mask, mode, counts=counts)
+            entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
             loss = loss - keys.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
         if keys.use_kl_loss:
@@ -106,8 +104,46 @@ class Actor(TrainedRole):
         return DataProto.from_dict(rows)
 
 
+class Critic(TrainedRole):
+    """Computes a value for every response token, and is updated towards the returns."""
+
+    role = Role.Critic
+    keys: CriticConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        trusted = config.actor_rollout_ref.model.trust_remote_code
+        model = load_critic(self.keys.model.path, dtype=setup.dtype, trust_remote_code=trusted, packed=self.packed)
+        self.train(model, setup.num_training_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """The value of the state before each response token."""
+        return self.in_micro_batches("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
+
+    def _values(self, rows: TokenRows) -> Tensor:
+        return response_values(self.trained.model, rows, packed=self.packed)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "values", "returns"))
+    def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
+        """One epoch of updates."""
+        return self.update(data, ends_step)
+
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask = self.keys, columns["response_mask"]
+        predicted = rows.pad(self._values(rows))
+        returns, values = columns["returns"], columns["values"]
+        loss, clip_fraction = compute_value_loss(
+            predicted, returns, values, mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
+        )
+        mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
+        return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
+
+
 class Reference(ModelRole):
-    """Computes log-probs for KL terms."""
+    """The policy before training: computes log-probs for KL terms."""
 
     role = Role.RefPolicy
     keys: RefConfig
@@ -120,6 +156,9 @@ class Reference(ModelRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probs of the response tokens under the weights before training."""
-        return self.in_micro_batches(
-            "compute_ref_log_prob", data, lambda rows: {"ref_log_prob": rows.ragged(self.log_probs(rows).log_probs)}
-        )
+
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            log_probs, _ = self.log_probs(rows)
+            return {"ref_log_prob": rows.ragged(log_probs)}
+
+        return self.in_micro_batches("compute_ref_log_prob", data, score)
