@@ -38,12 +38,10 @@ class Rollout(ModelRole):
         actor, shared_model = self.siblings.get(Role.Actor), None
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
-        load_model = partial(self.load_policy, self.frozen_dtype, packed=False)
+        load = partial(self.load_policy, self.frozen_dtype, packed=False)
         name = self.keys.name
         make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
-        self.engine: Engine = make(
-            config=config, context=self.context, load_model=load_model, shared_model=shared_model
-        )
+        self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:

@@ -209,11 +209,11 @@ class NativeEngine:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
         if before is not None and before.addresses == addresses:
-            batch, has_positions = before.batch, before.decoder.num_positions >= cache.length
-            has_room = batch.num_rows >= num_rows and batch.max_new_tokens >= num_new
-            if has_positions and has_room and batch.stop_token_ids == stops:
+            has_positions = before.decoder.num_positions >= cache.length
+            has_room = before.batch.num_rows >= num_rows and before.batch.max_new_tokens >= num_new
+            if has_positions and has_room and before.batch.stop_token_ids == stops:
                 return before
-            num_rows, num_new = max(num_rows, batch.num_rows), max(num_new, batch.max_new_tokens)
+            num_rows, num_new = max(num_rows, before.batch.num_rows), max(num_new, before.batch.max_new_tokens)
         self._state = before = None  # frees its graphs before others are captured
         length, device = cache.length, cache.shape.device
         if self._on_gpu:  # with room for longer sequences in later calls
