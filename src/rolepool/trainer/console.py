@@ -72,8 +72,7 @@ class TrainingConsole(Observer):
                 table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
             self._console.print(table)
         if self.rewards:
-            first, last = self.rewards[0], self.rewards[-1]
-            self._console.print(f"reward  {sparkline(self.rewards)}  {first:.3f} -> {last:.3f}")
+            self._console.print(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
         if self.validations:
             (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
             self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
