@@ -54,11 +54,12 @@ def native_engine(
         loaded: Any = load_model()
         refuse_unknown(loaded)
         shard = Shard(loaded.config, context.tp_size, context.tp_rank)
-        shard.cut(loaded)  # before it moves, so that a GPU never holds more than its shard
+        shard.keep_own_part(loaded)  # before it moves, so that a GPU never holds more than its shard
         model = loaded.requires_grad_(False).to(context.device)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def room_on_gpu() -> int:
+        """Bytes that a cache may take now on this process's GPU."""
         share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         return cache_room(share, free_bytes("cuda"), num_bytes, keys.gpu_memory_utilization)
 

@@ -50,7 +50,7 @@ class Shard:
         dim, num_parts = self._split_of(name)
         return Size(length * num_parts if index == dim else length for index, length in enumerate(part_shape))
 
-    def cut(self, model: nn.Module) -> None:
+    def keep_own_part(self, model: nn.Module) -> None:
         """Replace the weights of a whole model with this rank's parts."""
         for name, parameter in model.named_parameters():
             whole = parameter.data

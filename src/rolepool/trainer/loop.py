@@ -132,7 +132,7 @@ class Trainer:
                 has_epochs = self.config.trainer.total_training_steps is None
                 key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
                 self.observer.on_notice(
-                    f"nothing left to do: {saved} is of step {self.start_step}, and {key}={self.loaded.value_of(key)} "
+                    f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and {key}={self.loaded.value_of(key)} "
                     f"ends with step {self.num_steps}; raise it to continue, or set trainer.resume_mode=disable to "
                     "start a new run"
                 )
@@ -165,7 +165,7 @@ class Trainer:
                 aside = self.folder.begin(after_step)
                 if aside is not None:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
-                    self.observer.on_notice(f"{what} is now in {aside}")
+                    self.observer.on_notice(f"{what} was moved to {aside}")
                 self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             self.loggers.start(self.folder.path)
@@ -232,10 +232,8 @@ class Trainer:
 
     def _save(self, roles: Roles, number: int) -> None:
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            kl_controller = self.estimator.kl_controller.state_dict()
-            self.checkpoints.save(
-                roles, Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
-            )
+            data, kl_controller = self.loader.state_dict(), self.estimator.kl_controller.state_dict()
+            self.checkpoints.save(roles, Position(step=number, data=data, kl_controller=kl_controller))
         self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})

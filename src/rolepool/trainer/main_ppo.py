@@ -16,7 +16,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     loaded = load_words(options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
         raise ConfigError(
-            "placement.strategy=standard: main_ppo_split trains in two pools; leave it out, "
+            "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
             "or use rolepool.trainer.main_ppo"
         )
     loaded.check_implemented()
