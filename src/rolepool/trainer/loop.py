@@ -132,9 +132,9 @@ class Trainer:
                 has_epochs = self.config.trainer.total_training_steps is None
                 key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
                 self.observer.on_notice(
-                    f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and {key}={self.loaded.value_of(key)} "
-                    f"ends with step {self.num_steps}; raise it to continue, or set trainer.resume_mode=disable to "
-                    "start a new run"
+                    f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and "
+                    f"{key}={self.loaded.value_of(key)} ends with step {self.num_steps}; raise it to continue, or set "
+                    "trainer.resume_mode=disable to start a new run"
                 )
                 return
             try:
