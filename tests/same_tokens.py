@@ -72,7 +72,7 @@ def distance_to_choice(model: Any, request: Request, sampling: Sampling, said: S
 
 
 def token_ids(completions: Sequence[Completion]) -> list[list[int]]:
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]
 
 
 @contextmanager

@@ -43,10 +43,8 @@ from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MicroBatch, RoleMemory, estimate_memory
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.actor import Actor
-from rolepool.roles.critic import Critic
+from rolepool.roles.actor_critic import Actor, Critic, Reference
 from rolepool.roles.model_role import Setup
-from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 

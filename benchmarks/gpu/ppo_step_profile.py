@@ -24,8 +24,8 @@ import torch
 from rolepool.command_line import load_words
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, step_bounds
 from rolepool.report.run import read_run
-from rolepool.trainer.calls import Roles
 from rolepool.trainer.loop import Observer, Trainer
+from rolepool.trainer.step import Roles
 
 CLEAN_STEPS = (3, 4)
 """Warm, and before the first profile."""

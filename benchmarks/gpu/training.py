@@ -40,8 +40,7 @@ from rolepool.placement.models import ModelShape, read_shape
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
-from rolepool.roles.actor import Actor
-from rolepool.roles.critic import Critic
+from rolepool.roles.actor_critic import Actor, Critic
 from rolepool.roles.model_role import Setup
 
 ROOT = Path(__file__).parent.parent.parent

@@ -4,7 +4,7 @@ Owns the exception types and the wording of operating system errors. These error
 them to the driver.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -62,6 +62,12 @@ def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise ConfigError(f"{what} ({one_line(error)}); {fix}") from error
+
+
+def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` names in one line, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return separator.join([*names[:most], *more])
 
 
 def one_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import same_value
 from rolepool.protocol.ragged import flat_values, lengths_of
-from rolepool.roles.actor import Actor
+from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
 from rolepool.trainer.advantages import Estimator, repeated

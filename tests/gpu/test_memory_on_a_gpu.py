@@ -25,10 +25,8 @@ from rolepool.protocol.worker import (
     made_in,
     wanted_bytes,
 )
-from rolepool.roles.actor import Actor
-from rolepool.roles.critic import Critic
+from rolepool.roles.actor_critic import Actor, Critic, Reference
 from rolepool.roles.model_role import Setup
-from rolepool.roles.ref import Reference
 from rolepool.roles.reward_model import RewardModel
 from rolepool.roles.rollout import Rollout
 

@@ -240,7 +240,9 @@ def test_mixed_lengths_in_a_batch_equal_one_by_one() -> None:
     together = make_engine(model).generate(requests, sampling)
     engine = make_engine(model)
     alone = [engine.generate([request], sampling)[0] for request in requests]
-    num_equal = sum(one.token_ids == other.token_ids for one, other in zip(together, alone, strict=True))
+    num_equal = sum(
+        one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(together, alone, strict=True)
+    )
     print(f"{num_equal} of {len(requests)} equal; lengths {sorted(len(one.token_ids) for one in together)}")
     assert {one.finish_reason for one in together} == {"stop", "length"}
     # In float32 matrix products of other shapes may round a tie the other way, rarely.

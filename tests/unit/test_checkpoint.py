@@ -124,7 +124,7 @@ def train(trained: TrainedModel, num_steps: int, *, noisy: bool = False) -> list
 
         mine = list(range(ROWS))[rank::num_ranks]
         share = float(trained.step([mine[:1], mine[1:]], loss_of)["loss"])
-        losses.append(sum_over_ranks({"loss": share}, "cpu")["loss"])
+        losses.append(sum_over_ranks([share], "cpu")[0])
         trained.num_updates += 1
     return losses
 

@@ -204,7 +204,7 @@ def test_the_checker_finds_an_import_that_points_the_wrong_way(
     ("file", "text"),
     [
         ("cluster/a.py", "import ray, torch\nfrom rolepool.protocol import DataProto\nfrom .b import c"),
-        ("trainer/a.py", "from rolepool.cluster import WorkerGroup\nfrom rolepool.roles.actor import Actor"),
+        ("trainer/a.py", "from rolepool.cluster import WorkerGroup\nfrom rolepool.roles.actor_critic import Actor"),
         ("cli.py", "from rolepool import __version__\ndef f():\n    from rolepool.planner import search"),
         ("protocol/a.py", "import torch\nfrom rolepool.errors import DataError\nfrom . import b\nfrom .b import c"),
         ("__init__.py", "from rolepool.cluster import WorkerGroup"),

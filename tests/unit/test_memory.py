@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rolepool.config import load_config
-from rolepool.models.training import model_utilization, peak_flops, training_flops
+from rolepool.models.training import model_utilization
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import (
     GIB,
@@ -655,12 +655,14 @@ def test_what_fits_gets_no_advice(rolepool: Callable[..., Any]) -> None:
 
 def test_the_operations_of_an_update_are_counted_by_hand() -> None:
     lengths = torch.tensor([3, 5])
-    assert training_flops(TINY, lengths) == 6 * 1704 * 8 + 6 * 2 * 8 * (9 + 25)
+    used = model_utilization(TINY, lengths, 2.0, "NVIDIA H200")
+    assert used == pytest.approx((6 * 1704 * 8 + 6 * 2 * 8 * (9 + 25)) / (2.0 * 989e12))
 
 
 def test_a_gpu_is_known_by_a_word_of_its_name() -> None:
-    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA H20") == 148e12
-    assert peak_flops("Some GPU") is None
-    assert model_utilization(TINY, torch.ones(2, 3), 1.0, "cpu") is None
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H20")
+    h200, *others = (model_utilization(TINY, torch.tensor([3]), 1.0, name) for name in names)
+    assert h200 is not None
+    assert [other and h200 / other for other in others] == pytest.approx([1, 312 / 989, 148 / 989])
+    assert model_utilization(TINY, torch.tensor([3]), 1.0, "Some GPU") is None
+    assert model_utilization(TINY, torch.tensor([3]), 1.0, "") is None, "a CPU has no name"

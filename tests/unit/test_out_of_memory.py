@@ -30,9 +30,8 @@ from rolepool.protocol.worker import (
     show_bytes,
     wanted_bytes,
 )
-from rolepool.roles.actor import Actor
+from rolepool.roles.actor_critic import Actor, Reference
 from rolepool.roles.model_role import MicroBatches, Setup, TrainedRole, offloads
-from rolepool.roles.ref import Reference
 from rolepool.roles.rollout import Rollout
 
 GIB = 2**30

@@ -113,7 +113,7 @@ def judge() -> Iterator[Role]:
     register_role(
         RoleSpec(
             name="judge",
-            worker="rolepool.roles.critic:Critic",
+            worker="rolepool.roles.actor_critic:Critic",
             settings=CriticConfig,
             section="roles.judge",
             model="roles.judge.model",

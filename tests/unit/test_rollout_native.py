@@ -162,7 +162,7 @@ def test_sampled_tokens_follow_the_models_distribution() -> None:
     expected = (first[:, None] * second * count).double()
     counts = torch.zeros(11, 11, dtype=torch.float64)
     for completion in completions:
-        counts[tuple(completion.token_ids)] += 1
+        counts[tuple(completion.token_ids.tolist())] += 1
     cells = expected >= 5
     rest = expected[~cells].sum()
     chi_square = ((counts - expected)[cells] ** 2 / expected[cells]).sum() + (counts[~cells].sum() - rest) ** 2 / rest

@@ -138,7 +138,7 @@ def test_joined_weights_follow_updates_in_place(name: str) -> None:
 
 def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> None:
     model = make_model("qwen2")
-    Shard(model.config, 2, 1).cut(model)
+    Shard(model.config, 2, 1).keep_own_part(model)
     join_weights(model)
     layer = Decoder(model, TensorParallel(), 8).layers[0]
     attention = model.model.layers[0].self_attn

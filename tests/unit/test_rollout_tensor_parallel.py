@@ -72,7 +72,7 @@ def make_engine(model: Any, **settings: Any) -> NativeEngine:
 def make_part(name: str, size: int, rank: int, seed: int = 0) -> tuple[Any, Shard]:
     model = make_model(name, seed)
     shard = Shard(model.config, size, rank)
-    shard.cut(model)
+    shard.keep_own_part(model)
     return model, shard
 
 

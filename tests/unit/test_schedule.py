@@ -139,7 +139,7 @@ def test_the_greedy_baseline_of_remax_appears_by_itself() -> None:
 
 MYPY_SNIPPET = """
 from rolepool.protocol import DataProto
-from rolepool.trainer.calls import Roles
+from rolepool.trainer.step import Roles
 
 
 def step(roles: Roles, prompts: DataProto) -> None:

@@ -14,8 +14,6 @@ else a run saves (data position, metrics) and when.
 A name that begins with `.tmp-` belongs to a save, an export or a removal that did not finish, and is never read.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -42,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from rolepool.errors import ConfigError, RolepoolError, explained
+from rolepool.errors import ConfigError, RolepoolError, explained, first_few
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 from rolepool.protocol.worker import random_state, set_random_state
@@ -52,7 +50,6 @@ FILE_BYTES = 2**30
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
-_MAX_SHOWN = 3
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files that an export copies: configurations, tokenizers, chat templates, model code."""
@@ -112,10 +109,9 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
     """
     ranks, saved = _read_saved(folder)
     if misfits := list(_misfits(saved, trained)):
-        more = f"; and {len(misfits) - _MAX_SHOWN} more" if len(misfits) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"{folder}: was saved from another model ({'; '.join(misfits[:_MAX_SHOWN])}{more}); set the model that "
-            "it was saved from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
+            f"{folder}: was saved from another model ({first_few(misfits, 3, '; ')}); set the model that it was saved "
+            "from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         )
     trained.optimizer.state.clear()
     with trained.on_device(training=True), torch.no_grad():

@@ -4,8 +4,6 @@ Owns which class a role's model has, and that every weight comes from the model'
 Code from a model folder runs only if the user allows it.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from rolepool.errors import ConfigError, explained
+from rolepool.errors import ConfigError, explained, first_few
 from rolepool.models.packing import add_token_scores
 from rolepool.models.sharding import PACKED
 
@@ -26,7 +24,6 @@ CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 UNREADABLE = (ValueError, TypeError, KeyError, SafetensorError, StrictDataclassError)
 """What transformers raises, besides OSError, if it cannot load a model from a folder."""
 FIX = "give a model's folder or hub id"
-MAX_WEIGHTS_NAMED = 3
 
 
 def read_model_config(
@@ -103,11 +100,9 @@ def _load(
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
     for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
         if names:
-            more = f" and {len(names) - MAX_WEIGHTS_NAMED} more" if len(names) > MAX_WEIGHTS_NAMED else ""
-            named = ", ".join(sorted(names)[:MAX_WEIGHTS_NAMED]) + more
             raise ConfigError(
-                f"{key}={path}: weights of a {type(model).__name__} {reason} ({named}), so they would be random; "
-                "give such a model with all its weights; override_config must not change its shape"
+                f"{key}={path}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
+                "would be random; give such a model with all its weights; override_config must not change its shape"
             )
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():

@@ -1,7 +1,5 @@
 """Splitting rows into micro-batches and over ranks. Pure functions of the lengths of rows."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

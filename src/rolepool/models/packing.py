@@ -5,13 +5,11 @@ call for packed sequences. Places of tokens are computed in host memory from the
 waits for the device while it prepares a micro-batch. Packed and padded passes give the same numbers.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,18 +102,16 @@ class TokenRows:
         return on_device(tensor, self.ids.device)
 
 
-class TokenScores(NamedTuple):
-    """Log-probs and entropies of the response tokens of all rows, flat."""
-
-    log_probs: Tensor
-    entropies: Tensor
+TokenScores = tuple[Tensor, Tensor]
+"""Log-probs and entropies of the response tokens of all rows, flat."""
 
 
 def response_log_probs(model: nn.Module, rows: TokenRows, *, temperature: float, packed: bool) -> TokenScores:
-    """Log-probs of the response tokens under the distribution that was sampled from, softmax(logits / temperature)."""
+    """Log-probs and entropies of response tokens under the distribution that was sampled from, softmax(logits /
+    temperature)."""
     inputs, places = rows.packed_inputs() if packed else rows.padded_inputs()
-    scores = getattr(model, TOKEN_SCORES)({**inputs, "use_cache": False}, places, rows.responses, temperature)
-    return TokenScores(*scores)
+    score: Callable[..., TokenScores] = getattr(model, TOKEN_SCORES)
+    return score({**inputs, "use_cache": False}, places, rows.responses, temperature)
 
 
 def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tensor:
@@ -133,7 +129,7 @@ def add_token_scores(model: nn.Module) -> nn.Module:
 
 def _token_scores(
     model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+) -> TokenScores:
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
     return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)

@@ -4,8 +4,6 @@ Owns these three changes to a Hugging Face model and their order, gathering whol
 pool of one process models are not sharded. Nothing is compiled for a CPU.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time
@@ -188,9 +186,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over_ranks(values: dict[str, float], device: str) -> dict[str, float]:
-    """Every value summed over the pool. All ranks must have the same keys."""
-    return dict(zip(values, _reduced(values.values(), dist.ReduceOp.SUM, device), strict=True))
+def sum_over_ranks(numbers: Iterable[float], device: str) -> list[float]:
+    """Every number summed over the pool. All ranks must have as many numbers."""
+    return _reduced(numbers, dist.ReduceOp.SUM, device)
 
 
 def max_over_ranks(value: int, device: str) -> int:

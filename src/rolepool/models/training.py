@@ -4,8 +4,6 @@ Owns gradient accumulation, clipping, learning rate, offload, and how much of a 
 caller passes the loss.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,27 +29,56 @@ PEAK_TFLOPS = {"A100": 312, "L40S": 362, "H20": 148, "H100": 989, "H200": 989, "
 """10^12 matrix operations per second in 16 bits, without sparsity, by a word of the GPU's name."""
 
 
-class FrozenModel:
-    """A model without training: no gradients, no optimizer, and in host memory while idle if `offload` is set."""
+class DeviceModel:
+    """A model that is on its device while it computes. What is offloaded is in host memory while the model is idle."""
+
+    model: nn.Module
+    device: str
+    _moves: list[Move]
+    _failed: BaseException | None = None
+
+    @contextmanager
+    def on_device(self, *, training: bool = False) -> Iterator[nn.Module]:
+        """The model on its device inside the block, for training, or without gradients.
+
+        If an update fails halfway, the weights are not usable: every later use raises an error, too.
+        """
+        if self._failed is not None:
+            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
+        for move in self._moves:
+            if training or move == self.model.to:  # only training needs the optimizer
+                move(self.device)
+        try:
+            with torch.set_grad_enabled(training):
+                yield self.model.train(training)
+        except BaseException as error:
+            self._failed = error if training else None
+            raise
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        """Free memory after a use of the model: gathered weights, and what is offloaded."""
+        if isinstance(self.model, FSDPModule):
+            # Without a backward pass FSDP2 would keep the embedding, head and last norm gathered for the next forward
+            # pass.
+            self.model.reshard()
+        for move in self._moves:
+            move("cpu")
+        if self._moves:
+            torch.cuda.empty_cache()
+
+
+class FrozenModel(DeviceModel):
+    """A model without training: no gradients and no optimizer."""
 
     def __init__(self, model: nn.Module, *, device: str, offload: bool) -> None:
         self.model, self.device = shard(model.requires_grad_(False), device, -1).eval(), device
-        self._moves: list[Move] = [self.model.to] if offload and device != "cpu" else []
-        _leave_device(self.model, self._moves)
-
-    @contextmanager
-    def on_device(self) -> Iterator[nn.Module]:
-        """The model on its device inside the block, without gradients."""
-        for move in self._moves:
-            move(self.device)
-        try:
-            with torch.no_grad():
-                yield self.model
-        finally:
-            _leave_device(self.model, self._moves)
+        self._moves = [self.model.to] if offload and device != "cpu" else []
+        self._leave_device()
 
 
-class TrainedModel:
+class TrainedModel(DeviceModel):
     """A model, its AdamW and its learning rate."""
 
     def __init__(
@@ -72,10 +99,9 @@ class TrainedModel:
         self.num_training_steps, self.num_updates = num_training_steps, 0
         settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
-        self._failed: BaseException | None = None
         moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
-        self._moves: list[Move] = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
-        _leave_device(self.model, self._moves)
+        self._moves = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
+        self._leave_device()
 
     @property
     def learning_rate(self) -> float:
@@ -130,25 +156,6 @@ class TrainedModel:
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = now  # type: ignore[assignment]
 
-    @contextmanager
-    def on_device(self, *, training: bool) -> Iterator[nn.Module]:
-        """The model on its device inside the block; offloaded tensors return to host memory afterwards.
-
-        If an update fails halfway, the weights are not usable: every later use raises an error, too.
-        """
-        if self._failed is not None:
-            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
-        for move in self._moves:
-            if training or move != self._move_optimizer:
-                move(self.device)
-        try:
-            yield self.model
-        except BaseException as error:
-            self._failed = error if training else None
-            raise
-        finally:
-            _leave_device(self.model, self._moves)
-
     def _move_optimizer(self, device: str) -> None:
         for state in self.optimizer.state.values():
             for name, value in state.items():
@@ -156,33 +163,16 @@ class TrainedModel:
                     state[name] = value.to(device)
 
 
-def _leave_device(model: nn.Module, moves: Sequence[Move]) -> None:
-    """Free memory after a use of the model: gathered weights, and what is offloaded."""
-    if isinstance(model, FSDPModule):
-        # Without a backward pass FSDP2 would keep the embedding, head and last norm gathered for the next forward pass.
-        model.reshard()
-    for move in moves:
-        move("cpu")
-    if moves:
-        torch.cuda.empty_cache()
-
-
-def model_utilization(shape: ModelShape | None, lengths: Tensor, seconds: float, device: str) -> float | None:
+def model_utilization(shape: ModelShape | None, lengths: Tensor, seconds: float, gpu_name: str) -> float | None:
     """The share of its GPU's peak FLOPS that one rank's update on rows of these lengths used, between 0 and 1; None if
-    the model's shape or the GPU's peak is not known."""
-    peak = None if device == "cpu" else peak_flops(torch.cuda.get_device_name())
-    if shape is None or peak is None:
-        return None
-    return training_flops(shape, lengths) / (seconds * peak)
+    the model's shape or the GPU's peak is not known.
 
-
-def training_flops(shape: ModelShape, lengths: Tensor) -> float:
-    """Forward and backward: six operations per parameter and token, and causal attention within each sequence."""
-    width = shape.num_heads * shape.head_dim
-    attention = 6 * shape.num_layers * width * int((lengths.long() ** 2).sum())
-    return 6.0 * shape.num_params * int(lengths.sum()) + attention
-
-
-def peak_flops(gpu_name: str) -> float | None:
+    Forward and backward take six operations per parameter and token, and causal attention within each sequence.
+    """
     words = re.split(r"\W+", gpu_name)
-    return next((tflops * 1e12 for word, tflops in PEAK_TFLOPS.items() if word in words), None)
+    peak_tflops = next((tflops for word, tflops in PEAK_TFLOPS.items() if word in words), None)
+    if shape is None or peak_tflops is None:
+        return None
+    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * int((lengths.long() ** 2).sum())
+    num_operations = 6.0 * shape.num_params * int(lengths.sum()) + attention
+    return num_operations / (seconds * peak_tflops * 1e12)

@@ -145,7 +145,7 @@ _REWARD_BATCH = MicroBatchKeys("reward_model.micro_batch_size_per_gpu", *_REWARD
 _SPECS = (
     RoleSpec(
         name=Role.Actor,
-        worker="rolepool.roles.actor:Actor",
+        worker="rolepool.roles.actor_critic:Actor",
         section=_ACTOR,
         model=_POLICY,
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -171,7 +171,7 @@ _SPECS = (
     ),
     RoleSpec(
         name=Role.RefPolicy,
-        worker="rolepool.roles.ref:Reference",
+        worker="rolepool.roles.actor_critic:Reference",
         section=_REF,
         model=_POLICY,
         why_unused=_needs_no_reference,
@@ -180,7 +180,7 @@ _SPECS = (
     ),
     RoleSpec(
         name=Role.Critic,
-        worker="rolepool.roles.critic:Critic",
+        worker="rolepool.roles.actor_critic:Critic",
         section="critic",
         model="critic.model",
         why_unused=_needs_no_critic,
@@ -195,7 +195,7 @@ _SPECS = (
     RoleSpec(
         name=Role.RewardModel,
         worker="rolepool.roles.reward_model:RewardModel",
-        rule_worker="rolepool.roles.rule_reward:RuleReward",
+        rule_worker="rolepool.roles.reward_model:RuleReward",
         section="reward_model",
         model="reward_model.model",
         why_unused=_needs_no_reward_model,

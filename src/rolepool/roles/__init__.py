@@ -1,1 +1,1 @@
-"""The built-in roles, one class per file. They compute with `models` and `algorithm`; `trainer` calls them."""
+"""The built-in roles. They compute with `models` and `algorithm`; `trainer` calls them."""

@@ -5,8 +5,6 @@ A role is a subclass that sets `role`, loads its model and computes. What it is 
 roles of its process can move to host memory, another division of the GPUs.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +25,9 @@ from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
-from rolepool.models.packing import TokenRows, on_device
+from rolepool.models.packing import TokenRows, TokenScores, on_device, response_log_probs
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
-from rolepool.models.training import TrainedModel, model_utilization
+from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
 from rolepool.placement.models import ModelShape, ShapeUnknown
@@ -91,6 +89,8 @@ class ModelRole(Worker):
     """A role with a model. `self.keys` is its section of the config."""
 
     role: ClassVar[Role]
+    placed: DeviceModel
+    """The model that `in_micro_batches` computes with."""
 
     def __init__(self, config: Config, setup: Setup) -> None:
         self.config, self.spec = config, ROLE_SPECS[self.role]
@@ -108,11 +108,12 @@ class ModelRole(Worker):
     def in_micro_batches(
         self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
     ) -> DataProto:
-        """The columns that are computed from the tokens of micro-batches, in the order of rows and in host memory."""
+        """The columns that the model computes from micro-batches of tokens, in the order of rows, in host memory."""
         tokens = data.select(list(TOKENS), [], [])
         split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
-        parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in split]
-        computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
+        with self.placed.on_device():
+            parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in split]
+            computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
         computed.reorder(np.argsort([row for rows in split for row in rows]))
         return computed
 
@@ -121,6 +122,11 @@ class ModelRole(Worker):
         keys = self.config.actor_rollout_ref.model
         overrides, trusted = dict(keys.override_config), keys.trust_remote_code
         return load_policy(keys.path, dtype=dtype, trust_remote_code=trusted, overrides=overrides, packed=packed)
+
+    def log_probs(self, rows: TokenRows) -> TokenScores:
+        """Log-probs and entropies of response tokens under the policy of this role."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return response_log_probs(self.placed.model, rows, temperature=temperature, packed=self.packed)
 
     def smaller(self, method: str) -> list[str]:
         """Overrides with which the role itself takes less memory in this method."""
@@ -162,7 +168,7 @@ class TrainedRole(ModelRole):
 
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
-        self.trained = TrainedModel(
+        self.placed = self.trained = TrainedModel(
             model,
             device=self.device,
             optim=self.keys.optim,
@@ -186,40 +192,34 @@ class TrainedRole(ModelRole):
 
     def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
         """One epoch over the batch in mini-batches, with one optimizer step each. Returns the mean of each metric over
-        the mini-batches, the number of updates, and how many were skipped because their gradients were not finite."""
-        start_s = time.perf_counter()
-        with self.trained.on_device(training=True):
-            metrics = self._update_mini_batches(data)
-        seconds = time.perf_counter() - start_s
-        metrics["lr"] = self.trained.learning_rate
-        if ends_step:
-            self.trained.num_updates += 1
-        named = {f"{self.role}/{key}": value for key, value in metrics.items()}
-        used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, self.device)
-        return named if used is None else {**named, f"perf/mfu/{self.role}": used}
+        the mini-batches, the number of updates, and how many were skipped because their gradients were not finite.
 
-    def _update_mini_batches(self, data: DataProto) -> dict[str, float]:
-        """Ranks exchange their counts before the first mini-batch, and metrics are read after the last one, so that the
+        Ranks exchange their counts before the first mini-batch, and metrics are read after the last one, so that the
         host does not wait for the device in between."""
+        start_s = time.perf_counter()
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         batches = data.split(num_rows)
-        counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
-        splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
-        of_batches = [
-            self.trained.step(split, partial(self._loss_of_rows, batch, count))
-            for batch, count, split in zip(batches, counts, splits, strict=True)
-        ]
-        names = list(of_batches[0])
-        numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
-        columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
-        means = {name: sum(column) / len(batches) for name, column in columns.items()}
-        num_made = sum(map(math.isfinite, columns["grad_norm"]))
-        return {
-            **sum_over_ranks(means, self.device),
-            "grad_norm": means["grad_norm"],
-            "updates": num_made,
-            "skipped_updates": len(batches) - num_made,
-        }
+        with self.trained.on_device(training=True):
+            counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
+            splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
+            of_batches = [
+                self.trained.step(split, partial(self._loss_of_rows, batch, count))
+                for batch, count, split in zip(batches, counts, splits, strict=True)
+            ]
+            names = list(of_batches[0])
+            numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
+            columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
+            means = {name: sum(column) / len(batches) for name, column in columns.items()}
+            sums = dict(zip(means, sum_over_ranks(means.values(), self.device), strict=True))
+        seconds, num_made = time.perf_counter() - start_s, sum(map(math.isfinite, columns["grad_norm"]))
+        counted = {"updates": num_made, "skipped_updates": len(batches) - num_made, "lr": self.trained.learning_rate}
+        if ends_step:
+            self.trained.num_updates += 1
+        metrics = {**sums, "grad_norm": means["grad_norm"], **counted}
+        named = {f"{self.role}/{key}": value for key, value in metrics.items()}
+        gpu_name = "" if self.device == "cpu" else torch.cuda.get_device_name()
+        used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, gpu_name)
+        return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
     def _loss_of_rows(
         self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
@@ -250,10 +250,6 @@ def kept_lengths(data: DataProto) -> Tensor:
 
 def count_losses(lengths_of_batches: Iterable[Tensor], longest: int, device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""
-    counts = {
-        f"{kind} {number}": float(count)
-        for number, lengths in enumerate(lengths_of_batches)
-        for kind, count in (("tokens", lengths.sum()), ("sequences", (lengths > 0).sum()))
-    }
-    totals = list(map(int, sum_over_ranks(counts, device).values()))
+    counts = [float(count) for lengths in lengths_of_batches for count in (lengths.sum(), (lengths > 0).sum())]
+    totals = list(map(int, sum_over_ranks(counts, device)))
     return [LossCounts(*counted, float(longest)) for counted in zip(totals[::2], totals[1::2], strict=True)]

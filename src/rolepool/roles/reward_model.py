@@ -1,21 +1,23 @@
-"""The reward model: a Hugging Face sequence classifier that scores prompt and response as one text.
+"""Rewards: from a model, or from a Python function that scores texts.
 
-A second reward model is a subclass with another `role` (docs/extending.md).
+The reward model is a Hugging Face sequence classifier that scores prompt and response as one text. A second reward
+model is a subclass with another `role` (docs/extending.md).
 """
 
-from __future__ import annotations
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
+from rolepool.data.prompts import load_tokenizer
+from rolepool.data.rewards import load_reward_function, score_batch
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
-from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, ragged, ragged_parts
+from rolepool.protocol import DataProto, Dispatch, Worker, register
+from rolepool.protocol.ragged import INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
 from rolepool.roles.model_role import ModelRole, Setup
 
 
@@ -29,7 +31,7 @@ class RewardModel(ModelRole):
         trusted = config.actor_rollout_ref.model.trust_remote_code
         model = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
         model.config.pad_token_id = setup.pad_token_id  # type: ignore[union-attr]
-        self.frozen = FrozenModel(model, device=self.device, offload=False)
+        self.placed = FrozenModel(model, device=self.device, offload=False)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_scores(self, data: DataProto) -> DataProto:
@@ -37,14 +39,14 @@ class RewardModel(ModelRole):
         tokens = data.select(list(TOKENS), [], [])
         if self.keys.max_length is not None:
             tokens.batch[INPUT_IDS] = last_tokens(data.batch[INPUT_IDS], self.keys.max_length)
-        with self.frozen.on_device():
-            return self.in_micro_batches("compute_scores", tokens, self._score)
 
-    def _score(self, rows: TokenRows) -> dict[str, Tensor]:
-        """Rows are padded on the right, because a classifier scores at the last token that is not padding."""
-        inputs, _ = rows.padded_inputs(self.pad_token_id)
-        logits: Tensor = self.frozen.model(**inputs, use_cache=False).logits
-        return {"scores": logits[:, 0].float()}
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            # Padded on the right, because a classifier scores at the last token that is not padding.
+            inputs, _ = rows.padded_inputs(self.pad_token_id)
+            logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
+            return {"scores": logits[:, 0].float()}
+
+        return self.in_micro_batches("compute_scores", tokens, score)
 
 
 def last_tokens(column: Tensor, limit: int) -> Tensor:
@@ -53,3 +55,28 @@ def last_tokens(column: Tensor, limit: int) -> Tensor:
     lengths = offsets.diff()
     first_kept = torch.repeat_interleave(offsets[1:] - limit, lengths)
     return ragged(values[torch.arange(len(values)) >= first_kept], lengths.clamp(max=limit))
+
+
+class RuleReward(Worker):
+    """Scores texts with a Python function, in CPU processes that belong to no pool."""
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        model_keys = config.actor_rollout_ref.model
+        self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
+        self.function = load_reward_function(config.custom_reward_function)
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=(*TOKENS, "data_source", "reward_model", "extra_info", "origin", "uid"),
+    )
+    def compute_scores(self, data: DataProto) -> DataProto:
+        """The score of each response, and the other numbers that the function returns as arrays."""
+        texts = [
+            str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in rows_of_responses(data.batch)
+        ]
+        scored = score_batch(self.function, data, texts)
+        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
+        names = sorted({name for row in scored for name in row.numbers})
+        arrays = {f"reward/{name}": np.array([row.numbers.get(name, np.nan) for row in scored]) for name in names}
+        return DataProto.from_dict({"scores": scores}, non_tensors=arrays)

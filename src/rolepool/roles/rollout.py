@@ -1,10 +1,8 @@
 """The rollout: responses to prompts, from the actor's weights.
 
 Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export. The
-engine that generates is the one that the config names (`rolepool.rollout.factory`).
+engine that generates is the one that `actor_rollout_ref.rollout.name` names: the native one, or a class of the user's.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,16 +12,17 @@ import numpy as np
 import torch
 
 from rolepool.config import Config
+from rolepool.config.functions import import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import ragged
 from rolepool.protocol.worker import part
-from rolepool.roles.actor import Actor
+from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import Completion, Request, Sampling, sample_seed
-from rolepool.rollout.factory import make_engine
+from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.native import native_engine
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
@@ -39,13 +38,24 @@ class Rollout(ModelRole):
         actor, shared_model = self.siblings.get(Role.Actor), None
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
-        load_model = partial(self.load_policy, self.frozen_dtype, packed=False)
-        self.engine = make_engine(config, self.context, load_model, shared_model)
+        load = partial(self.load_policy, self.frozen_dtype, packed=False)
+        name = self.keys.name
+        make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
+        self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt. It depends on weights, prompt and its own seed, not on the rank."""
-        sampling = self._sampling(purpose)
+        keys = self.keys.val_kwargs if purpose == "validate" else self.keys
+        sampling = Sampling(
+            temperature=keys.temperature,
+            top_p=keys.top_p,
+            top_k=-1 if purpose == "validate" else self.keys.top_k,
+            do_sample=keys.do_sample and purpose != "baseline",
+            max_new_tokens=self.config.data.max_response_length,
+            ignore_eos=self.keys.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
         columns = prompts.non_tensor_batch
         requests = [
             Request(list(ids), sample_seed(self.context.run_seed, uid, int(index)))
@@ -57,22 +67,10 @@ class Rollout(ModelRole):
             self.engine.sleep()
         return self._rows(requests, completions)
 
-    def _sampling(self, purpose: Purpose) -> Sampling:
-        keys = self.keys.val_kwargs if purpose == "validate" else self.keys
-        return Sampling(
-            temperature=keys.temperature,
-            top_p=keys.top_p,
-            top_k=-1 if purpose == "validate" else self.keys.top_k,
-            do_sample=keys.do_sample and purpose != "baseline",
-            max_new_tokens=self.config.data.max_response_length,
-            ignore_eos=self.keys.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-        )
-
     def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
         """Prompt and response of each row as one ragged column, and the number of tokens of each."""
         prompts = [np.asarray(request.token_ids, dtype=np.int64) for request in requests]
-        responses = [completion.token_array for completion in completions]
+        responses = [completion.token_ids for completion in completions]
         num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
         tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
         columns = {
@@ -81,7 +79,7 @@ class Rollout(ModelRole):
             "num_response_tokens": num_response,
         }
         if self.keys.calculate_log_probs:
-            log_probs = np.concatenate([completion.log_prob_array for completion in completions])
+            log_probs = np.concatenate([completion.log_probs for completion in completions])
             columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
         return DataProto.from_dict(columns)
 
@@ -107,7 +105,7 @@ class Rollout(ModelRole):
         """Take the weights of the actor in this process. Nothing is moved if both use one model."""
         actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
-        with actor.trained.on_device(training=False) as model, part("gather"):
+        with actor.trained.on_device() as model, part("gather"):
             self.engine.update_weights([] if self.engine.shared_weights else whole_parameters(model), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -25,7 +25,7 @@ UNLIMITED = 2**30
 """The window of layers without a window: more tokens than any sequence has."""
 _MAX_FLASH_HEAD_DIM = 256
 
-Store = Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]]
+Store = Callable[[int, Tensor], tuple[Tensor, ...]]
 """From a layer's index and concatenated queries, keys and values (tokens, all heads, head_dim) to the three, after
 rotary embedding; keys and values are stored in the cache."""
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -127,27 +127,29 @@ class Decoder:
         positions = torch.arange(len(tokens_t)) + (starts - ends + counts).repeat_interleave(counts)
         places = (positions, slots.repeat_interleave(counts), ends - 1)
         positions_t, slots_t, last = (on_device(place, tokens_t.device) for place in places)
-        is_flash = _can_flash(cache.shape) and not starts.any()
+        head_dim, itemsize = cache.shape.head_dim, cache.shape.dtype.itemsize
+        can_flash = self._by_kernels and itemsize == 2 and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
+        is_flash = can_flash and not starts.any()
         attention = self._flash_attention(counts) if is_flash else self._prefill_attention(cache, pieces)
         return self._run(cache, tokens_t, positions_t, slots_t, attention)[last]
 
     def decode(self, cache: SlotCache, tokens_b: Tensor, positions_b: Tensor, slots_b: Tensor, length: int) -> Tensor:
         """Run one token of each row; the final states (rows, hidden). With kernels a row may use any slot, and none at
         position -1. Otherwise row i uses slot i, and all positions are less than `length`."""
-        if self._by_kernels:
-            attention: Attention = partial(self._attend_by_kernel, positions_b, slots_b)
-        else:
-            attention = self._decode_attention(cache, positions_b, length)
+
+        def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+            where = (positions_b, slots_b, self._place, index)
+            window = self._windows[index]
+            attended: Tensor = self._kernels.attend(queries_bhd, self._num_kv_heads, where, window, self._scale)
+            return attended
+
+        attention = attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
         return self._run(cache, tokens_b, positions_b, slots_b, attention)
 
     def _run(
         self, cache: SlotCache, tokens_t: Tensor, positions_t: Tensor, slots_t: Tensor, attention: Attention
     ) -> Tensor:
-        if self._by_kernels:
-            store: Store = partial(self._store_by_kernel, positions_t, slots_t)
-        else:
-            tables = (self._cos[positions_t][:, None], self._signed_sin[positions_t][:, None])
-            store = partial(self._store, cache, *tables, cache.places(slots_t, positions_t))
+        store = self._storing(cache, positions_t, slots_t)
         x_te = F.embedding(tokens_t, self._embedding)
         normed_te = self.layers[0].input_norm(x_te)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self._norm]
@@ -178,28 +180,28 @@ class Decoder:
         gated_te: Tensor = self._activation(gates_te) * up_te
         return gated_te
 
-    def _store(
-        self, cache: SlotCache, cos_t1d: Tensor, sin_t1d: Tensor, places: Tensor, index: int, qkv_thd: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
-        qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d)
-        queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
-        cache.write(index, places, keys_thd, values_thd)
-        return queries_thd, keys_thd, values_thd
+    def _storing(self, cache: SlotCache, positions_t: Tensor, slots_t: Tensor) -> Store:
+        """The function that rotates and stores the tokens at these positions of these slots."""
 
-    def _store_by_kernel(
-        self, positions_t: Tensor, slots_t: Tensor, index: int, qkv_thd: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        where = (positions_t, slots_t, self._place, index)
-        self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
-        queries_thd, keys_thd, values_thd = qkv_thd.split(self._heads, dim=1)
-        return queries_thd, keys_thd, values_thd
+        def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
+            where = (positions_t, slots_t, self._place, index)
+            self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
+            split: tuple[Tensor, ...] = qkv_thd.split(self._heads, dim=1)
+            return split
 
-    def _attend_by_kernel(
-        self, positions_b: Tensor, slots_b: Tensor, index: int, queries_bhd: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        where = (positions_b, slots_b, self._place, index)
-        return self._kernels.attend(queries_bhd, self._num_kv_heads, where, self._windows[index], self._scale)
+        if self._by_kernels:
+            return store_by_kernel
+        cos_t1d, sin_t1d = self._cos[positions_t][:, None], self._signed_sin[positions_t][:, None]
+        places = cache.places(slots_t, positions_t)
+
+        def store(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
+            qk_thd, values_thd = qkv_thd[:, : -self._num_kv_heads], qkv_thd[:, -self._num_kv_heads :]
+            qk_thd = torch.addcmul(qk_thd * cos_t1d, qk_thd.roll(self._head_dim // 2, dims=-1), sin_t1d)
+            queries_thd, keys_thd = qk_thd[:, : self._num_heads], qk_thd[:, self._num_heads :]
+            cache.write(index, places, keys_thd, values_thd)
+            return queries_thd, keys_thd, values_thd
+
+        return store
 
     def _flash_attention(self, counts: Tensor) -> Attention:
         """Whole prompts of `counts` tokens, packed, without padding or repeated keys."""
@@ -238,12 +240,9 @@ class Decoder:
 
     def _prefill_attention(self, cache: SlotCache, pieces: list[Piece]) -> Attention:
         """Adjacent pieces with the same start and length are computed in one call, without padding."""
-
-        def alike(numbered: tuple[int, Piece]) -> tuple[int, int, int]:
-            index, piece = numbered
-            return piece.slot - index, piece.start, piece.num_tokens
-
-        groups = [[piece for _, piece in group] for _, group in groupby(enumerate(pieces), alike)]
+        keys = [(piece.slot - index, piece.start, piece.num_tokens) for index, piece in enumerate(pieces)]
+        alike = groupby(zip(keys, pieces, strict=True), lambda pair: pair[0])
+        groups = [[piece for _, piece in group] for _, group in alike]
         sizes = [len(group) * group[0].num_tokens for group in groups]
         masks: dict[tuple[Piece, int], Tensor | None] = {}
         for first, *_ in groups:
@@ -288,11 +287,6 @@ def cache_shape(model: Any) -> CacheShape:
     attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight
     num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
     return CacheShape(len(model.model.layers), num_kv_heads, attention.head_dim, embedding.dtype, embedding.device)
-
-
-def _can_flash(shape: CacheShape) -> bool:
-    fits = shape.head_dim % 8 == 0 and shape.head_dim <= _MAX_FLASH_HEAD_DIM
-    return fits and shape.device.type == "cuda" and shape.dtype.itemsize == 2
 
 
 def _window_of_layer(config: Any, index: int) -> int:

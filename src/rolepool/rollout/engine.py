@@ -3,8 +3,6 @@
 Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -59,24 +57,15 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow; `token_ids` and
-    `log_probs` give them as lists."""
+    """A response. Its numbers are arrays, because creating lists of all tokens of a batch is slow."""
 
-    token_array: npt.NDArray[np.int64]
-    """Token ids, including the stop token."""
-    log_prob_array: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int64]
+    """Includes the stop token."""
+    log_probs: npt.NDArray[np.float32]
     """One per token, under the distribution it was sampled from: after temperature, top-k and top-p. With greedy
     decoding they are those of the softmax of the logits."""
     finish_reason: Literal["stop", "length"]
     weights_version: int
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(self.token_array.tolist())
-
-    @property
-    def log_probs(self) -> list[float]:
-        return list(self.log_prob_array.tolist())
 
     def __eq__(self, other: object) -> bool:
         names = [field.name for field in fields(self)]
@@ -88,19 +77,13 @@ class Completion:
 class Engine(Protocol):
     """Generates responses, one call at a time."""
 
-    @property
-    def shared_weights(self) -> bool:
-        """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that it generates with."""
-        ...
+    shared_weights: bool
+    """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""
+    version: int
+    """Version of the weights that it generates with."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in the order of requests."""
-        ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
@@ -109,15 +92,12 @@ class Engine(Protocol):
         shape is an error that names the tensor. Everything computed with the old weights is dropped. An engine with
         shared weights uses only `version`.
         """
-        ...
 
     def sleep(self) -> None:
         """Free the memory that only generation needs."""
-        ...
 
     def wake(self) -> None:
         """Allow `generate` again, which allocates that memory."""
-        ...
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:

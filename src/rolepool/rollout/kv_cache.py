@@ -4,8 +4,6 @@ Owns the storage of both: keys and values, the tokens sampled so far, and where 
 how attention reads the cache, nor which requests wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,17 +12,9 @@ import torch
 from torch import Tensor
 
 from rolepool.models.packing import on_device
-from rolepool.placement.estimate import cache_room
-from rolepool.protocol.worker import free_bytes
 
 _UNUSED_ROW = [0, -1, 0, 0, 0, 0]
 """State of a row that is not in use: it has ended, and its position is -1."""
-
-
-def room_on_gpu(weights_bytes: int, utilization: float) -> int:
-    """Bytes that a cache may take now on this process's GPU, if the rollout's weights take `weights_bytes`."""
-    share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
-    return cache_room(share, free_bytes("cuda"), weights_bytes, utilization)
 
 
 @dataclass(frozen=True)
@@ -60,9 +50,6 @@ class SlotCache:
     def place(self) -> list[int]:
         """What a kernel needs to find the cache: addresses of keys and values, number of slots, length of a slot."""
         return [self._keys.data_ptr(), self._values.data_ptr(), self.num_slots, self.length]
-
-    def fits(self, shape: CacheShape, num_slots: int, length: int) -> bool:
-        return self.shape == shape and self.num_slots >= num_slots and self.length >= length
 
     def places(self, slots_t: Tensor, positions_t: Tensor) -> Tensor:
         """Where `write` stores tokens; the same for all layers, so it is computed once."""
@@ -135,10 +122,6 @@ class DecodeBatch:
         """Number of steps after which all rows have ended."""
         return self._last_end - self._clock
 
-    def fits(self, num_rows: int, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> bool:
-        has_room = self.num_rows >= num_rows and self.max_new_tokens >= max_new_tokens
-        return has_room and self.stop_token_ids == stop_token_ids
-
     def enter(
         self, requests: Sequence[int], prompt_lengths: Sequence[int], limits: Sequence[int], streams: Sequence[int]
     ) -> list[int]:
@@ -188,13 +171,9 @@ class DecodeBatch:
             (self._rows[index].request, sampled[i, :count], log_probs[i, :count])
             for i, (index, count) in enumerate(zip(ended, counts, strict=True))
         ]
-        self._remove(ended, cache)
-        return samples
-
-    def _remove(self, indices: Sequence[int], cache: SlotCache) -> None:
-        """Remove rows; the last rows take their places."""
+        # The last rows take the places of those that are removed.
         num_before, came_from = self.num_running, list(range(self.num_running))
-        for index in sorted(indices, reverse=True):
+        for index in sorted(ended, reverse=True):
             self._free.append(self._rows[index].slot)
             self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
             self._rows.pop()
@@ -214,6 +193,7 @@ class DecodeBatch:
         if not (self._scattered and self._rows):  # else the free slots are not the last ones
             self._free = list(range(self.num_running, self.num_rows))[::-1]
         self._recount()
+        return samples
 
     def _recount(self) -> None:
         last_clocks = [row.last_clock for row in self._rows] or [self._clock]

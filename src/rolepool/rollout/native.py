@@ -1,8 +1,8 @@
 """The native rollout engine: batched decoding with a KV cache. Finished sequences leave, waiting requests enter.
 
 Owns the schedule: which requests run, when prompts are prefilled, when a sequence ends; and capturing decode steps as
-CUDA graphs. Does not know how a layer is computed (`decoder`), how a token is chosen (`sampling`), nor where new
-weights come from.
+CUDA graphs; and how the engine gets its model. Does not know how a layer is computed (`decoder`), how a token is chosen
+(`sampling`), nor where new weights come from.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rolepool.config import Config
 from rolepool.errors import DataError, RolepoolError
 from rolepool.models.packing import on_device
+from rolepool.placement.estimate import cache_room
 from rolepool.placement.models import num_positions
-from rolepool.protocol.worker import part
+from rolepool.protocol.worker import WorkerContext, free_bytes, part
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
@@ -34,6 +36,41 @@ _CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at these checks; a
 sequence that samples a stop token waits for half of these steps on average."""
 _MAX_PROBLEMS = 5
+
+
+def native_engine(
+    config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
+) -> NativeEngine:
+    """The engine of one rank, with the shared model, or with this rank's shard of a model of its own.
+
+    `load_model` loads the policy in the dtype for rollouts, in host memory. `shared_model` is the actor's own model if
+    the engine may generate with it directly, and None otherwise.
+    """
+    keys = config.actor_rollout_ref.rollout
+    model, shard = shared_model, None
+    if model is None:
+        loaded: Any = load_model()
+        refuse_unknown(loaded)
+        shard = Shard(loaded.config, context.tp_size, context.tp_rank)
+        shard.keep_own_part(loaded)  # before it moves, so that a GPU never holds more than its shard
+        model = loaded.requires_grad_(False).to(context.device)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def room_on_gpu() -> int:
+        """Bytes that a cache may take now on this process's GPU."""
+        share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
+        return cache_room(share, free_bytes("cuda"), num_bytes, keys.gpu_memory_utilization)
+
+    return NativeEngine(
+        model,
+        max_num_seqs=keys.max_num_seqs,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+        shared_weights=shared_model is not None,
+        cache_bytes=None if context.device == "cpu" else room_on_gpu,
+        shard=shard,
+        parallel=TensorParallel.over_neighbours(context.tp_size),
+        enforce_eager=keys.enforce_eager,
+    )
 
 
 @dataclass(frozen=True)
@@ -149,8 +186,9 @@ class NativeEngine:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
         length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
         num_slots, shape = min(self._max_num_seqs, len(requests)), cache_shape(self._model)
-        if self._cache is None or not self._cache.fits(shape, num_slots, length):
-            self._cache = None  # before the new one is allocated, so that both never exist at once
+        cache = self._cache
+        if cache is None or cache.shape != shape or cache.num_slots < num_slots or cache.length < length:
+            self._cache = cache = None  # before the new one is allocated, so that both never exist at once
             if self._cache_bytes is not None:
                 num_bytes = self._parallel.smallest(self._cache_bytes(), shape.device)
                 num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
@@ -160,8 +198,8 @@ class NativeEngine:
                         f"needs {shape.slot_bytes(length):,}: raise actor_rollout_ref.rollout.gpu_memory_utilization, "
                         "or shorten data.max_prompt_length or data.max_response_length"
                     )
-            self._cache = SlotCache(shape, num_slots, length)
-        return self._cache
+            self._cache = cache = SlotCache(shape, num_slots, length)
+        return cache
 
     def _take_state(self, cache: SlotCache, requests: Sequence[Request], sampling: Sampling) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
@@ -170,7 +208,9 @@ class NativeEngine:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
         if before is not None and before.addresses == addresses:
-            if before.decoder.num_positions >= cache.length and before.batch.fits(num_rows, num_new, stops):
+            has_positions = before.decoder.num_positions >= cache.length
+            has_room = before.batch.num_rows >= num_rows and before.batch.max_new_tokens >= num_new
+            if has_positions and has_room and before.batch.stop_token_ids == stops:
                 return before
             num_rows, num_new = max(num_rows, before.batch.num_rows), max(num_new, before.batch.max_new_tokens)
         self._state = before = None  # frees its graphs before others are captured
@@ -201,6 +241,7 @@ class _Generation:
 
     def run(self) -> list[Completion]:
         completions: dict[int, Completion] = {}
+        version, stops = self._engine.version, self._batch.stop_token_ids
         while self._waiting or self._batch.num_running:
             num_free = self._num_slots - self._batch.num_running
             num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
@@ -211,7 +252,14 @@ class _Generation:
                 with part("decode"):
                     for _ in range(min(self._engine._check_interval, self._batch.num_steps_left)):
                         self._step()
-            completions.update(self._completed())
+            for request, tokens, log_probs in self._batch.pop_finished(self._cache):
+                if not np.isfinite(log_probs).all():
+                    raise RolepoolError(
+                        f"request {request}: the model's logits are not finite (weights version {version}): "
+                        "its weights contain NaN or have diverged"
+                    )
+                reason: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
+                completions[request] = Completion(tokens, log_probs, reason, version)
         return [completions[index] for index in range(len(self._requests))]
 
     def _admit(self) -> None:
@@ -251,35 +299,24 @@ class _Generation:
         num_rows = self._batch.num_running
         if self._engine._on_gpu:
             num_rows = bucket_of(num_rows, self._batch.num_rows)
+
+        def decode() -> None:
+            rows, batch, length = slice(0, num_rows), self._batch, min(self._batch.length, self._cache.length)
+            inputs = (batch.tokens[rows], batch.positions[rows], batch.slots[rows])
+            self._sample(rows, self._decoder.decode(self._cache, *inputs, length))
+
         if self._graphs is None:
-            self._decode(slice(0, num_rows))
+            decode()
         else:
             how = self._sampling
-            key = (num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p)
-            self._graphs.run(key, lambda: self._decode(slice(0, num_rows)))
+            self._graphs.run((num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p), decode)
         self._batch.tick()
-
-    def _decode(self, running: slice) -> None:
-        batch, length = self._batch, min(self._batch.length, self._cache.length)
-        tokens_b, positions_b, slots_b = batch.tokens[running], batch.positions[running], batch.slots[running]
-        self._sample(running, self._decoder.decode(self._cache, tokens_b, positions_b, slots_b, length))
 
     def _sample(self, rows: slice, final: Tensor) -> None:
         logits = self._decoder.head(final)
         tokens, log_probs = choose(logits, self._batch.streams[rows], self._batch.steps[rows], self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and hang.
         self._batch.record(rows, self._engine._parallel.first(tokens), log_probs)
-
-    def _completed(self) -> Iterator[tuple[int, Completion]]:
-        """The requests that have ended since the last check, and their completions."""
-        version, stops = self._engine.version, self._batch.stop_token_ids
-        for request, tokens, log_probs in self._batch.pop_finished(self._cache):
-            if not np.isfinite(log_probs).all():
-                raise RolepoolError(
-                    f"request {request}: the model's logits are not finite (weights version {version}): "
-                    "its weights contain NaN or have diverged"
-                )
-            yield request, Completion(tokens, log_probs, "stop" if tokens[-1] in stops else "length", version)
 
 
 class StepGraphs:

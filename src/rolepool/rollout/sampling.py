@@ -5,8 +5,6 @@ random number for every token and takes the first in an exponential race, which 
 sample different tokens from one seed. Tensors in, tensors out, no host synchronization.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ embedding and the head are not divided: they are often one tensor, and complete 
 This costs vocabulary x hidden weights per rank. Does not know how a layer is computed, nor where weights come from.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
-from rolepool.errors import ConfigError, DataError
+from rolepool.errors import ConfigError, DataError, first_few
 from rolepool.placement.models import why_not_parallel
 
 _BY_OUTPUT, _BY_INPUT = 0, 1
-_MAX_SHOWN = 5
 
 
 class Shard:
@@ -53,7 +50,7 @@ class Shard:
         dim, num_parts = self._split_of(name)
         return Size(length * num_parts if index == dim else length for index, length in enumerate(part_shape))
 
-    def cut(self, model: nn.Module) -> None:
+    def keep_own_part(self, model: nn.Module) -> None:
         """Replace the weights of a whole model with this rank's parts."""
         for name, parameter in model.named_parameters():
             whole = parameter.data
@@ -74,7 +71,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def over_neighbours(size: int) -> TensorParallel:
+    def over_neighbours(size: int) -> "TensorParallel":
         """Groups of `size` adjacent ranks. All ranks of the process group must call this."""
         return TensorParallel(size, dist.new_subgroups(size)[0]) if size > 1 else TensorParallel()
 
@@ -133,6 +130,4 @@ class WeightStream:
         arrived = {id(self._targets[name]) for name in self._arrived}
         missing = [name for name, target in self._targets.items() if id(target) not in arrived]
         if missing:
-            more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
-            named = ", ".join(missing[:_MAX_SHOWN]) + more
-            raise DataError(f"weights: {len(missing)} of {len(self._targets)} are missing: {named}")
+            raise DataError(f"weights: {len(missing)} of {len(self._targets)} are missing: {first_few(missing, 5)}")

@@ -5,8 +5,6 @@ If the reward has no KL penalty, log-probs may still be computed while the criti
 outside of this module, and padded to the longest response here, because the algorithms take padded tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +38,6 @@ class Estimated:
     metrics: dict[str, float]
     span: Span
     """The driver's own work, without the time that it waited."""
-    limits: tuple[int, int]
-    """The largest numbers of tokens of a prompt and of a response."""
 
     @property
     def lengths(self) -> list[int]:
@@ -78,12 +74,12 @@ class Estimator:
         """Advantages and returns. `log_probs` are those of the actor and the reference, if a KL penalty needs them."""
         sizes = rollouts.get(keys=SIZES)
         lengths: Tensor = sizes.batch["num_response_tokens"]
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        scored = scores.get()
-        tensors: dict[str, Tensor] = {"token_level_scores": at_last_token(scored.batch["scores"], mask)}
+        columns, scored = torch.arange(int(lengths.max())), scores.get()
+        mask, is_last = columns < lengths[:, None], columns == lengths[:, None] - 1
+        tensors: dict[str, Tensor] = {"token_level_scores": torch.where(is_last, scored.batch["scores"][:, None], 0.0)}
         for future in (values, *log_probs):
-            columns = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
-            tensors.update({key: pad_ragged(column) for key, column in columns})
+            fetched = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
+            tensors.update({key: pad_ragged(column) for key, column in fetched})
         of_greedy = None
         if baselines is not None:  # one for each prompt, whose samples are next to each other
             scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
@@ -92,8 +88,10 @@ class Estimator:
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
+            for name, key, limit in zip(("prompt_length", "response_length"), SIZES, self.limits, strict=True):
+                metrics[f"{name}/clip_ratio"] = float((sizes.batch[key] >= limit).float().mean())
             made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
-        return Estimated(made, sizes, scored, tensors, metrics, ended(), self.limits)
+        return Estimated(made, sizes, scored, tensors, metrics, ended())
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
@@ -125,13 +123,6 @@ class Estimator:
         return metrics
 
 
-def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """[rows, tokens]: each row's score at the last token of its response, 0 at the others."""
-    places = torch.arange(response_mask.shape[1])
-    last = torch.where(response_mask.bool(), places, -1).amax(dim=1, keepdim=True)
-    return torch.where((places == last) & (last >= 0), scores.unsqueeze(1), 0.0).to(scores.dtype)
-
-
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     """Score, reward, advantage, return, value, length and entropy metrics of the batch."""
     tensors, advantages = estimated.tensors, estimated.batch.batch
@@ -149,26 +140,19 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         values, mask = tensors["values"], torch.arange(tensors["values"].shape[1]) < num_response[:, None]
         columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
-    if "rollout_log_probs" in scored.batch:
-        metrics.update(rollout_difference(scored))
+    if "rollout_log_probs" in scored.batch:  # the probabilities of sampled tokens, as rollout and actor compute them
+        rollout, actor = (flat_values(scored.batch[f"{key}_log_probs"]).double().exp() for key in ("rollout", "old"))
+        apart = (rollout - actor).abs()
+        for name, value in {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}.items():
+            metrics[f"training/rollout_probs_diff_{name}"] = float(value)
     for name, column in columns.items():
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
         metrics[f"{name}/min"] = float(column.min())
-    for name, limit in zip(("prompt_length", "response_length"), estimated.limits, strict=True):
-        metrics[f"{name}/clip_ratio"] = float((columns[name] >= limit).float().mean())
     for name, array in estimated.scored.non_tensor_batch.items():
         metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
     metrics["perf/total_num_tokens"] = float((num_prompt + num_response).sum())
     return metrics
-
-
-def rollout_difference(scored: DataProto) -> dict[str, float]:
-    """The differences between the rollout's and the actor's probabilities of the sampled tokens."""
-    rollout, actor = (flat_values(scored.batch[key]).double().exp() for key in ("rollout_log_probs", "old_log_probs"))
-    apart = (rollout - actor).abs()
-    statistics = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
-    return {f"training/rollout_probs_diff_{name}": float(value) for name, value in statistics.items()}
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:

@@ -4,8 +4,6 @@ Owns which process gets which role, and how the actor's weights reach the rollou
 class plays which role is in the table of `rolepool.placement.roles`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import CallFuture
 from rolepool.roles.model_role import Setup
-from rolepool.trainer.calls import Roles
+from rolepool.trainer.step import Roles
 
 CPUS_PER_HELPER, MAX_HELPERS = 8, 8
 """Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
@@ -37,8 +35,16 @@ WEIGHTS_PER_CALL = 16
 def build_roles(
     cluster: Cluster, config: Config, plan: Plan, num_training_steps: int, dtype: torch.dtype = torch.float32
 ) -> Roles:
-    """Build every role on its pool, all pools at the same time, and wait until they are ready."""
-    _check_models_on_nodes(cluster, config, plan)
+    """Build every role on its pool, all pools at the same time, and wait until they are ready.
+
+    Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
+    """
+    for role, pool in plan.roles.items():
+        key = f"{ROLE_SPECS[role].model}.path"
+        path = str(config.at(key))
+        if Path(path).expanduser().is_dir():
+            fix = "copy the model there, or to a folder that all nodes share"
+            cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
     setup = Setup(
@@ -52,18 +58,16 @@ def build_roles(
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
-            ranks_per_copy = 1 if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
+            tp_size = 1 if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
             name, worker, group = str(role), spec.worker, cluster.groups[plan.roles[role]]
         elif spec.rule_worker is not None:
             num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
-            ranks_per_copy, name, worker = 1, spec.operations[0].name, spec.rule_worker
+            tp_size, name, worker = 1, spec.operations[0].name, spec.rule_worker
             group = cluster.add_helpers(RULE_POOL, num_helpers)
         else:
             continue
         worker_class = import_object(f"worker of role {role}", worker)
-        proxies[role] = group.add_role(
-            name, worker_class, config, setup, tensor_parallel=ranks_per_copy, blocking=False
-        )
+        proxies[role] = group.add_role(name, worker_class, config, setup, tensor_parallel=tp_size, blocking=False)
     for proxy in proxies.values():
         proxy.ready.get()
     ready: dict[str, RoleProxy] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
@@ -81,16 +85,6 @@ def check_inputs(config: Config, plan: Plan) -> None:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
         load_reward_function(config.custom_reward_function)
-
-
-def _check_models_on_nodes(cluster: Cluster, config: Config, plan: Plan) -> None:
-    """Raise ConfigError if a node does not have a model folder, because its processes would look for it on the hub."""
-    for role, pool in plan.roles.items():
-        key = f"{ROLE_SPECS[role].model}.path"
-        path = str(config.at(key))
-        if Path(path).expanduser().is_dir():
-            fix = "copy the model there, or to a folder that all nodes share"
-            cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

@@ -3,8 +3,6 @@
 Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, load_config
-from rolepool.errors import ConfigError, one_line
+from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.models.checkpoint import (
-    checkpoint_folder,
-    export_hf,
-    newest_checkpoint,
-    publish,
-    remove_old,
-    temporary_folder,
-)
+from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
-from rolepool.trainer.calls import Roles
+from rolepool.trainer.step import Roles
 
 
 class Position(BaseModel):
@@ -46,26 +37,16 @@ class Checkpoints:
         self._parts = [role for role in trained_roles() if role in roles]
 
     @property
-    def are_on(self) -> bool:
-        return self._keys.save_freq > 0
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint in the folder."""
-        return newest_checkpoint(self._folder.path)
-
-    @property
     def newest_in_words(self) -> str:
-        newest = self.newest
+        newest = model_files.newest_checkpoint(self._folder.path)
         return "there is no checkpoint" if newest is None else f"the last checkpoint is {newest}"
 
-    def find(self) -> Path | None:
-        """The checkpoint to resume from; None starts a new run."""
-        if self._keys.resume_mode == "disable":
-            return None
+    def find(self) -> tuple[Path, Position] | None:
+        """The checkpoint to resume from, and the state of the run when it was saved; None starts a new run."""
         is_auto = self._keys.resume_mode == "auto"
-        path = self.newest if is_auto else Path(self._keys.resume_from_path or "").expanduser()
-        if path is None:
+        named = Path(self._keys.resume_from_path or "").expanduser()
+        path = model_files.newest_checkpoint(self._folder.path) if is_auto else named
+        if path is None or self._keys.resume_mode == "disable":
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
         if missing:
@@ -75,7 +56,9 @@ class Checkpoints:
                 where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
                 fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
             raise ConfigError(f"{where} has no {missing}; {fix}")
-        return path
+        state = path / "trainer.json"
+        with explained(f"{state}: not a trainer state", "resume from another checkpoint", ValidationError):
+            return path, Position.model_validate_json(state.read_bytes())
 
     def check_folder_is_shared(self, roles: Roles) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
@@ -91,16 +74,16 @@ class Checkpoints:
 
     def save(self, roles: Roles, position: Position) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
-        final = checkpoint_folder(self._folder.path.absolute(), position.step)
-        temporary = temporary_folder(final)
+        final = model_files.checkpoint_folder(self._folder.path.absolute(), position.step)
+        temporary = model_files.temporary_folder(final)
         for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
             call.get()
         (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
-        publish(temporary, final)
+        model_files.publish(temporary, final)
         for role in self._parts:
             key = ROLE_SPECS[role].checkpoints_to_keep
             if key is not None and (keep := self._config.at(key)) is not None:
-                remove_old(self._folder.path, role, keep)
+                model_files.remove_old(self._folder.path, role, keep)
 
     def load(self, roles: Roles, folder: Path) -> None:
         """Load a checkpoint into all roles."""
@@ -111,15 +94,6 @@ class Checkpoints:
             call.get()
 
 
-def read_position(folder: Path) -> Position:
-    """The state of the run when the checkpoint was saved."""
-    path = folder / "trainer.json"
-    try:
-        return Position.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path}: not a trainer state ({one_line(error)})") from None
-
-
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
     """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
     if not (run / "config.yaml").is_file():
@@ -127,7 +101,7 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     config = load_config([str(run / "config.yaml")], []).config
     if role not in trained_roles():
         raise ConfigError(f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}")
-    saved = newest_checkpoint(run, [role]) if step is None else checkpoint_folder(run, step)
+    saved = model_files.newest_checkpoint(run, [role]) if step is None else model_files.checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
         raise ConfigError(
@@ -135,13 +109,10 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
             f"{'there are ' + ', '.join(steps) if steps else 'set trainer.save_freq when training'}"
         )
     key = f"{ROLE_SPECS[Role(role)].model}.path"
-    export_hf(saved / role, _model_folder(key, config.at(key)), out_dir)
-    return saved
-
-
-def _model_folder(key: str, path: str | None) -> Path:
-    """The folder of the original model: a local folder, or the local copy of a hub model."""
+    model = str(config.at(key))
     try:
-        return Path(str(cached_file(str(path), "config.json"))).parent
+        model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
     except OSError:
-        raise ConfigError(f"{key}={path}: not found; run the export on a machine that has it") from None
+        raise ConfigError(f"{key}={model}: not found; run the export on a machine that has it") from None
+    model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
+    return saved

@@ -3,8 +3,6 @@
 Owns the text. Every number comes from the metrics of a step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console
@@ -27,12 +25,12 @@ class _Terminal(Console):
 
 
 class TrainingConsole(Observer):
-    """Shows metrics as they arrive. Use it as the `observer` of a Trainer, in a `with` block."""
+    """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress`."""
 
     def __init__(self, num_steps: int, *, lines: bool) -> None:
         self._console = _Terminal(highlight=False, soft_wrap=True)
         self._lines = lines
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.description}"),
@@ -40,17 +38,10 @@ class TrainingConsole(Observer):
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("starting", total=num_steps)
+        self._task = self.progress.add_task("starting", total=num_steps)
         self.rewards: list[float] = []
         self._samples: list[dict[str, Any]] = []
         self.validations: list[tuple[int, float]] = []
-
-    def __enter__(self) -> TrainingConsole:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._progress.stop()
 
     def on_notice(self, line: str) -> None:
         self._console.print(line, markup=False)
@@ -62,7 +53,7 @@ class TrainingConsole(Observer):
         if "critic/score/mean" in metrics:
             self.rewards.append(metrics["critic/score/mean"])
             words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s per step"
-            self._progress.update(self._task, completed=step, description=words)
+            self.progress.update(self._task, completed=step, description=words)
         if self._lines:
             self._console.print(console_line(step, metrics), markup=False)
         elif scores:
@@ -81,8 +72,7 @@ class TrainingConsole(Observer):
                 table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
             self._console.print(table)
         if self.rewards:
-            first, last = self.rewards[0], self.rewards[-1]
-            self._console.print(f"reward  {sparkline(self.rewards)}  {first:.3f} -> {last:.3f}")
+            self._console.print(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
         if self.validations:
             (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
             self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")

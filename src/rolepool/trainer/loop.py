@@ -4,8 +4,6 @@ Owns the order of things around a step. A step's row is written when its last ca
 step has begun. Saving and validating wait for that.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading
@@ -29,12 +27,10 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs
-from rolepool.trainer.calls import Roles
-from rolepool.trainer.checkpoint import Checkpoints, Position, read_position
+from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import BadSteps, record, step_row
-from rolepool.trainer.step import StepCalls
-from rolepool.trainer.validation import validate
+from rolepool.trainer.rows import BadSteps, record, step_row, validate
+from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +88,7 @@ class Trainer:
         self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
-        problems = find_problems(self.config, self.plan)
-        if problems:
+        if problems := find_problems(self.config, self.plan):
             raise PlacementError(problems)
         check_inputs(self.config, self.plan)
         keys = self.config.actor_rollout_ref.model
@@ -103,9 +98,8 @@ class Trainer:
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
-        self.num_steps = self.config.trainer.total_training_steps or (
-            self.config.trainer.total_epochs * self.loader.num_steps_per_epoch
-        )
+        num_epochs = self.config.trainer.total_epochs
+        self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
@@ -119,32 +113,34 @@ class Trainer:
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
         with self.interrupt.watch(), self.folder.hold():
-            saved = self.checkpoints.find()
-            if saved is not None:
-                position = read_position(saved)
+            saved, position = self.checkpoints.find() or (None, None)
+            if position is not None:
                 self.loader.load_state_dict(position.data)
                 self.estimator.kl_controller.load_state_dict(position.kl_controller)
                 self.start_step = position.step
             resumes_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
             if not resumes_here:
                 self.folder.check_is_ours()
-                self._check_validates_alone(saved)
+                if self.config.trainer.val_only and self.folder.holds_a_run:
+                    what = saved or self.config.actor_rollout_ref.model.path
+                    raise ConfigError(
+                        f"trainer.val_only=true: {what} would be validated, and trainer.default_local_dir="
+                        f"{self.folder.path} holds a run; name another folder, or validate the newest checkpoint of "
+                        "that run with trainer.resume_mode=auto"
+                    )
             if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
-                self.observer.on_notice(self._nothing_left(saved))
+                has_epochs = self.config.trainer.total_training_steps is None
+                key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
+                self.observer.on_notice(
+                    f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and "
+                    f"{key}={self.loaded.value_of(key)} ends with step {self.num_steps}; raise it to continue, or set "
+                    "trainer.resume_mode=disable to start a new run"
+                )
                 return
             try:
                 self._run(saved, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
                 remove_unfinished(self.folder.path)
-
-    def _check_validates_alone(self, saved: Path | None) -> None:
-        """Raise ConfigError if validating another model would move the run that is in the folder."""
-        if self.config.trainer.val_only and self.folder.holds_a_run:
-            what = self.config.actor_rollout_ref.model.path if saved is None else saved
-            raise ConfigError(
-                f"trainer.val_only=true: {what} would be validated, and trainer.default_local_dir={self.folder.path} "
-                "holds a run; name another folder, or validate its newest checkpoint with trainer.resume_mode=auto"
-            )
 
     def _run(self, saved: Path | None, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
@@ -158,7 +154,7 @@ class Trainer:
         ) as cluster:
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
             self.monitors = cluster.start_monitors()  # early, because starting them takes a while
-            if self.checkpoints.are_on or saved is not None:
+            if self.config.trainer.save_freq > 0 or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
                 self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
@@ -166,28 +162,17 @@ class Trainer:
             for call in roles.sync_weights(self.start_step):
                 call.get()
             if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
-                self._begin(after_step)
+                aside = self.folder.begin(after_step)
+                if aside is not None:
+                    what = "an earlier run" if after_step is None else f"what came after step {after_step}"
+                    self.observer.on_notice(f"{what} was moved to {aside}")
+                self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
+                self.folder.write("config.yaml", self.loaded.to_yaml())
             self.loggers.start(self.folder.path)
             try:
                 self._train(roles)
             finally:
                 self.loggers.close()
-
-    def _begin(self, after_step: int | None) -> None:
-        aside = self.folder.begin(after_step)
-        if aside is not None:
-            what = "an earlier run" if after_step is None else f"what came after step {after_step}"
-            self.observer.on_notice(f"{what} is now in {aside}")
-        self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
-        self.folder.write("config.yaml", self.loaded.to_yaml())
-
-    def _nothing_left(self, saved: Path) -> str:
-        has_epochs = self.config.trainer.total_training_steps is None
-        key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
-        return (
-            f"nothing left to do: {saved} is of step {self.start_step}, and {key}={self.loaded.value_of(key)} ends "
-            f"with step {self.num_steps}; raise it to continue, or set trainer.resume_mode=disable to start a new run"
-        )
 
     def _train(self, roles: Roles) -> None:
         keys = self.config.trainer
@@ -209,7 +194,7 @@ class Trainer:
                 after = "not saved (trainer.save_freq=-1)"
                 if self.saved_step == number:
                     after = f"saved; {command} resumes from it"
-                elif self.checkpoints.are_on and self.bad_steps.reason is not None:
+                elif self.config.trainer.save_freq > 0 and self.bad_steps.reason is not None:
                     after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
@@ -222,14 +207,14 @@ class Trainer:
         if before is not None:
             self._finish(before, step)
         is_last = number == self.num_steps
-        tests = _is_time_to(self.config.trainer.test_freq, number, is_last) and not self.interrupt.asked
-        saves = _is_time_to(self.config.trainer.save_freq, number, is_last)
+        frequencies = (self.config.trainer.test_freq, self.config.trainer.save_freq)
+        tests, saves = (every > 0 and (number % every == 0 or is_last) for every in frequencies)
         if not (tests or saves or is_last or self.interrupt.asked):
             return step
         self._finish(step, None)
-        if tests:
+        if tests and not self.interrupt.asked:
             self._validate(roles, number)
-        if saves or (self.checkpoints.are_on and self.interrupt.asked):
+        if saves or (self.config.trainer.save_freq > 0 and self.interrupt.asked):
             if self.bad_steps.reason is None:
                 self._save(roles, number)
             else:
@@ -239,20 +224,16 @@ class Trainer:
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
             return
-        validation = validate(self.config, roles, self.val_prompts, self.tokenizer)
-        self.folder.add_spans(Recorded(number, "testing", span) for span in validation.spans)
-        self.folder.add_samples(number, validation.samples)
-        self._write(number, validation.metrics)
-        self.observer.on_samples(number, validation.samples)
+        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
+        self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
+        self.folder.add_samples(number, samples)
+        self._write(number, metrics)
+        self.observer.on_samples(number, samples)
 
     def _save(self, roles: Roles, number: int) -> None:
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            position = Position(
-                step=number,
-                data=self.loader.state_dict(),
-                kl_controller=self.estimator.kl_controller.state_dict(),
-            )
-            self.checkpoints.save(roles, position)
+            data, kl_controller = self.loader.state_dict(), self.estimator.kl_controller.state_dict()
+            self.checkpoints.save(roles, Position(step=number, data=data, kl_controller=kl_controller))
         self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
@@ -275,7 +256,3 @@ class Trainer:
         self.folder.add_metrics(step, metrics)
         self.loggers.log(step, metrics)
         self.observer.on_row(step, metrics)
-
-
-def _is_time_to(frequency: int, number: int, is_last: bool) -> bool:
-    return frequency > 0 and (number % frequency == 0 or is_last)

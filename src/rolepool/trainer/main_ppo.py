@@ -3,8 +3,6 @@
 Owns what is printed before the first step and after the last one. Slow imports wait until the config is valid.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +16,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     loaded = load_words(options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
         raise ConfigError(
-            "placement.strategy=standard: main_ppo_split trains in two pools; leave it out, "
+            "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
             "or use rolepool.trainer.main_ppo"
         )
     loaded.check_implemented()
@@ -27,8 +25,8 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     from rolepool.trainer.loop import Trainer
 
     trainer = Trainer(loaded)
-    with TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger) as console:
-        trainer.observer = console
+    trainer.observer = console = TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger)
+    with console.progress:
         trainer.run()
     console.print_summary(str(trainer.folder.path))
 

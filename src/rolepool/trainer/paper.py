@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import Role, needed_roles
-from rolepool.trainer.calls import Roles
 from rolepool.trainer.remax import remax_step
-from rolepool.trainer.step import StepCalls, ppo_step
-
-if TYPE_CHECKING:
-    from rolepool.protocol import DataProto
+from rolepool.trainer.step import Roles, StepCalls, ppo_step
 
 Step = Callable[..., StepCalls]
 MAX_EPOCHS = 3
+"""The largest number of epochs in a schedule. Further epochs make the graph larger, but add no overlap."""
 
 
 def step_of(config: Config, needs: Needs | None = None) -> Step:
@@ -38,14 +36,15 @@ def step_of(config: Config, needs: Needs | None = None) -> Step:
 
 def schedule_of(config: Config) -> Schedule:
     """The schedule of a step in which every role that is trained updates, up to the next step's generation."""
-    notes, run, config = _Notes(), step_of(config), _with_few_epochs(config)
+    notes, run = _Notes(), step_of(config)
+    for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
+        config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
     number = config.trainer.critic_warmup + 1
-    needed, _ = needed_roles(config)
 
     def sync(version: int) -> Any:
         return [notes.call((Role.Actor, Role.Rollout), ())]
 
-    roles = Roles({role: _PaperRole(notes, role) for role in (*needed, Role.RewardModel)}, sync)
+    roles = Roles({role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)}, sync)
     made: Any = run(config, roles, notes, PaperBatch(), number)
     names = {call: name for name, batches in made.calls.items() for batch in batches for call in batch.calls}
     num_calls = len(notes.made)
@@ -56,13 +55,6 @@ def schedule_of(config: Config) -> Schedule:
     ]
     workers, after = notes.made[num_calls]
     return Schedule((*calls, ScheduledCall(f"{NEXT_STEP}gen", frozenset(workers), frozenset(after))))
-
-
-def _with_few_epochs(config: Config) -> Config:
-    """The config with at most `MAX_EPOCHS`. Further epochs make the graph larger, but add no overlap."""
-    for key in (key for key in all_keys() if key.endswith(".ppo_epochs")):
-        config = config.with_value(key, min(MAX_EPOCHS, config.at(key)))
-    return config
 
 
 @dataclass(frozen=True)
@@ -77,17 +69,7 @@ class PaperBatch:
     def reorder(self, order: object) -> PaperBatch:
         return self
 
-    def select(self, keys: object) -> PaperBatch:
-        return self
-
-    def __getitem__(self, rows: object) -> PaperBatch:
-        return self
-
-
-@dataclass(frozen=True)
-class _PaperEstimated:
-    batch: PaperBatch
-    lengths: tuple[int, ...] = ()
+    select = __getitem__ = reorder  # some rows or columns come from the same calls
 
 
 @dataclass
@@ -108,12 +90,14 @@ class _Notes:
         self.last_of.update(dict.fromkeys(roles, position))
         return PaperBatch(frozenset({position}))
 
-    def estimate(self, prompts: DataProto, *given: Any) -> Any:
+    def estimate(
+        self, prompts: Any, rollouts: Any, scores: Any, values: Any, log_probs: list[Any], baselines: Any
+    ) -> SimpleNamespace:
         """Replaces the estimator: the driver waits for all that it is given."""
-        batches = [one for value in given for one in (value if isinstance(value, list) else [value]) if one is not None]
-        estimated = self.call((), batches)
-        self.waited_for |= estimated.calls
-        return _PaperEstimated(estimated)
+        given = (rollouts, scores, values, *log_probs, baselines)
+        batch = self.call((), [future for future in given if future is not None])
+        self.waited_for |= batch.calls
+        return SimpleNamespace(batch=batch, lengths=())
 
 
 @dataclass(frozen=True)

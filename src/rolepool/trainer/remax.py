@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolepool.config import Config
-from rolepool.trainer.calls import Roles
-from rolepool.trainer.step import EstimatesAdvantages, StepCalls, learn
+from rolepool.trainer.step import Roles, StepCalls, learn
 
 if TYPE_CHECKING:
     from rolepool.protocol import DataProto
+    from rolepool.trainer.advantages import Estimator
 
 
-def remax_step(
-    config: Config, roles: Roles, estimator: EstimatesAdvantages, prompts: DataProto, number: int
-) -> StepCalls:
+def remax_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
     """Generate, also greedily, score both, then continue like a PPO step."""
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))

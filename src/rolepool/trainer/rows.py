@@ -1,24 +1,32 @@
-"""The row of metrics of a step, made when its last call has ended; and the steps after which training has diverged.
+"""Rows of metrics: of a step, made when its last call has ended, and of a validation; and when training has diverged.
 
 Owns what a bad step is, the warning about skipped updates, and the error that ends the run.
 """
 
-from __future__ import annotations
-
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rolepool.config import LoadedConfig
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rolepool.config import Config, LoadedConfig
 from rolepool.config.loading import show
+from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.errors import DivergedError
-from rolepool.metrics.spans import Recorded, Timeline, operation_times, step_metrics
+from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
-from rolepool.trainer.advantages import describe
+from rolepool.protocol.ragged import TOKENS, rows_of_responses
+from rolepool.trainer.advantages import describe, repeated
 from rolepool.trainer.checkpoint import Checkpoints
-from rolepool.trainer.step import StepCalls
+from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
+
+NUM_SAMPLES = 64
+"""The number of responses of a validation whose texts are recorded."""
 
 
 def record(step: StepCalls) -> list[Recorded]:
@@ -32,14 +40,16 @@ def step_row(
 ) -> dict[str, float]:
     """All metrics of a step. A step ends when the generation of the next one starts, or with its last call.
 
-    `around` are the spans before and after it, which say what its first and last calls waited for.
+    `around` are the spans before and after it, which say what its first and last calls waited for. Metrics of updates
+    are means over the epochs, except the numbers of updates, which are sums.
     """
-    metrics = {
-        "training/global_step": float(step.number),
-        **_update_metrics(step),
-        **step.estimated.metrics,
-        **describe(step.estimated, step.scored.get()),
-    }
+    metrics = {"training/global_step": float(step.number)}
+    for name in (name for name, operation in OPERATIONS.items() if operation.trains and step.calls.get(name)):
+        epochs = [call.get()[0] for call in step.calls[name]]
+        for key in epochs[0]:
+            total = sum(epoch[key] for epoch in epochs)
+            metrics[key] = total if key.endswith("updates") else total / len(epochs)
+    metrics |= {**step.estimated.metrics, **describe(step.estimated, step.scored.get())}
     times = operation_times(recorded)
     start_s = min(span.start_s for _, _, span in recorded)
     end_s = next_start_s or max(span.end_s for _, _, span in recorded)
@@ -61,15 +71,44 @@ def step_row(
     }
 
 
-def _update_metrics(step: StepCalls) -> dict[str, float]:
-    """The metrics of updates: numbers of updates are sums over the epochs, the others are means."""
+def validate(
+    config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, float], list[dict[str, Any]], list[Span]]:
+    """Generate responses to validation prompts and score them. Returns metrics, some responses, and the spans.
+
+    Metrics are the mean score of each data source and, with several samples per prompt, the mean of the best scores.
+    """
+    start_s = time.monotonic()
+    num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
+    scores_of: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
+    samples: list[dict[str, Any]] = []
+    spans: list[Span] = []
+    for batch in validation_batches(prompts, config.data.val_batch_size):
+        rows = repeated(batch, num_samples)
+        columns = rows.non_tensor_batch
+        rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
+        scored = roles.reward.compute_scores(rollouts.union(rows))
+        scores = scored.get(keys=["scores"]).batch["scores"].double().numpy()
+        for source, of_prompt in zip(columns["data_source"][::num_samples], np.split(scores, len(batch)), strict=True):
+            scores_of.setdefault(source, []).append(of_prompt)
+        num_recorded = min(len(rows), NUM_SAMPLES - len(samples))
+        responses = rows_of_responses(rollouts.get(keys=TOKENS)[:num_recorded].batch) if num_recorded else ()
+        for index, response in enumerate(responses):
+            sample = {
+                "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
+                "response": tokenizer.decode(response, skip_special_tokens=True),
+                "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
+                "score": float(scores[index]),
+                "data_source": columns["data_source"][index],
+            }
+            samples.append(sample)
+        spans.extend((*rollouts.spans(), *scored.spans()))
     metrics: dict[str, float] = {}
-    for name in (name for name, operation in OPERATIONS.items() if operation.trains and name in step.calls):
-        rows = [call.get()[0] for call in step.calls[name]]
-        for key in rows[0] if rows else ():
-            total = sum(row[key] for row in rows)
-            metrics[key] = total if key.endswith("updates") else total / len(rows)
-    return metrics
+    for source, table in scores_of.items():
+        metrics[f"val-core/{source}/reward/mean"] = float(np.mean(table))
+        if num_samples > 1:
+            metrics[f"val-core/{source}/reward/best@{num_samples}"] = float(np.max(table, axis=1).mean())
+    return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
 
 
 class BadSteps:

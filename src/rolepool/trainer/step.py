@@ -2,14 +2,16 @@
 
 The order of calls is the whole schedule. Calls on one pool run in the order in which they are made here, and pools run
 at the same time. A call that is given a future waits for it in the worker, not here, so calls overlap if the placement
-allows it. Nothing here asks for the placement. `plan` runs this same code on paper, so it needs neither torch nor ray.
+allows it. Nothing here asks for the placement. `plan` runs this code on paper, so it imports neither torch nor ray.
+
+Owns the interface between a step and the roles, too: `Roles`, with the methods of each role and what they return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +19,16 @@ import numpy.typing as npt
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig
 from rolepool.models.micro_batches import rank_order
+from rolepool.placement.roles import Role, trained_roles
 from rolepool.seeds import derive_seed
-from rolepool.trainer.calls import Roles
 
 if TYPE_CHECKING:
+    from rolepool.cluster import WorkerGroup
     from rolepool.protocol import CallFuture, DataProto, DataProtoFuture
-    from rolepool.trainer.advantages import Estimated
+    from rolepool.roles.rollout import Purpose
+    from rolepool.trainer.advantages import Estimated, Estimator
 
-
-class EstimatesAdvantages(Protocol):
-    def estimate(
-        self,
-        prompts: DataProto,
-        rollouts: DataProtoFuture,
-        scores: DataProtoFuture,
-        values: DataProtoFuture | None,
-        log_probs: Sequence[DataProtoFuture],
-        baselines: DataProtoFuture | None,
-    ) -> Estimated:
-        """Wait for all of these, and estimate advantages from them."""
+    Batch = DataProto | DataProtoFuture
 
 
 @dataclass(frozen=True)
@@ -49,9 +42,7 @@ class StepCalls:
     """`entropy_sums` of the policy that generated; `rollout_log_probs` and `old_log_probs` if they are compared."""
 
 
-def ppo_step(
-    config: Config, roles: Roles, estimator: EstimatesAdvantages, prompts: DataProto, number: int
-) -> StepCalls:
+def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
     """Generate, score, estimate advantages, update. Returns when the last call is queued, not when it has ended."""
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
@@ -61,7 +52,7 @@ def ppo_step(
 def learn(
     config: Config,
     roles: Roles,
-    estimator: EstimatesAdvantages,
+    estimator: Estimator,
     prompts: DataProto,
     number: int,
     rollouts: DataProtoFuture,
@@ -79,19 +70,18 @@ def learn(
     in_reward = log_probs if config.algorithm.use_kl_in_reward else []
     estimated = estimator.estimate(prompts, rollouts, scores, values, in_reward, baselines)  # the driver waits here
     batch = rollouts.union(estimated.batch)
-    critic_updates: list[CallFuture] = []
-    actor_updates: list[CallFuture] = []
-    synced: list[CallFuture] = []
+    updates: dict[str, list[CallFuture]] = {"update_critic": [], "update_actor": [], "update_weights": []}
     if roles.critic and values is not None:
         for order, is_last in update_orders(config, config.critic, estimated.lengths, roles.critic.dp_size, number):
-            critic_updates.append(roles.critic.update_critic(batch.union(values).reorder(order), ends_step=is_last))
+            update = roles.critic.update_critic(batch.union(values).reorder(order), ends_step=is_last)
+            updates["update_critic"].append(update)
     if number > config.trainer.critic_warmup:
         actor_keys, scored = config.actor_rollout_ref.actor, batch.union(old)
         if ref is not None and actor_keys.use_kl_loss:
             scored = scored.union(ref)
         for order, is_last in update_orders(config, actor_keys, estimated.lengths, roles.actor.dp_size, number):
-            actor_updates.append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
-        synced = roles.sync_weights(number)
+            updates["update_actor"].append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
+        updates["update_weights"] = roles.sync_weights(number)
 
     made: dict[str, Sequence[CallFuture]] = {
         "gen": [rollouts],
@@ -99,9 +89,7 @@ def learn(
         "values": [] if values is None else [values],
         "old_log_prob": [old],
         "ref": [] if ref is None else [ref],
-        "update_critic": critic_updates,
-        "update_actor": actor_updates,
-        "update_weights": synced,
+        **updates,
         **(calls or {}),
     }
     compared = ("rollout_log_probs", "old_log_probs") if config.actor_rollout_ref.rollout.calculate_log_probs else ()
@@ -124,3 +112,67 @@ def update_orders(
             [lengths[int(row)] for row in rows], rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch
         )
         yield rows[order], epoch == keys.ppo_epochs - 1
+
+
+# The calls of each role, with their types. The worker classes in `rolepool.roles` implement them.
+
+
+class RolloutCalls(Protocol):
+    def generate_sequences(self, prompts: Batch, purpose: Purpose = "train") -> DataProtoFuture:
+        """A response to each prompt."""
+
+
+class RewardCalls(Protocol):
+    def compute_scores(self, data: Batch) -> DataProtoFuture:
+        """The score of each response."""
+
+
+class ReferenceCalls(Protocol):
+    def compute_ref_log_prob(self, data: Batch) -> DataProtoFuture:
+        """Log-probs of response tokens under the weights before training."""
+
+
+class TrainedCalls(Protocol):
+    group: WorkerGroup
+    """The processes of the role's pool."""
+    dp_size: int
+    """The number of parts that a batch is split into."""
+
+    def save_checkpoint(self, folder: str) -> CallFuture: ...
+
+    def load_checkpoint(self, folder: str) -> CallFuture: ...
+
+
+class ActorCalls(TrainedCalls, Protocol):
+    def compute_log_prob(self, data: Batch) -> DataProtoFuture:
+        """Log-probs of response tokens under the current weights, and their entropies."""
+
+    def update_actor(self, data: Batch, ends_step: bool = True) -> CallFuture:
+        """One epoch of updates."""
+
+
+class CriticCalls(TrainedCalls, Protocol):
+    def compute_values(self, data: Batch) -> DataProtoFuture:
+        """The value of the state before each response token."""
+
+    def update_critic(self, data: Batch, ends_step: bool = True) -> CallFuture:
+        """One epoch of updates."""
+
+
+class Roles:
+    """The roles of a run. A built-in role that the run does not use is None. Every call returns a future."""
+
+    def __init__(self, calls: Mapping[str, Any], sync_weights: Callable[[int], list[CallFuture]]) -> None:
+        """`calls` has a proxy for each role of the run. Its methods are those of the role's class, which mypy cannot
+        see; here they get their types."""
+        self.by_name: Mapping[str, Any] = calls
+        """All roles of the run by name, also those that were added with `register_role`."""
+        self.actor: ActorCalls = calls[Role.Actor]
+        self.rollout: RolloutCalls = calls[Role.Rollout]
+        self.reward: RewardCalls = calls[Role.RewardModel]
+        self.critic: CriticCalls | None = calls.get(Role.Critic)
+        self.ref: ReferenceCalls | None = calls.get(Role.RefPolicy)
+        self.trained: dict[str, TrainedCalls] = {role: calls[role] for role in trained_roles() if role in calls}
+        """The roles whose models are saved."""
+        self.sync_weights = sync_weights
+        """Queues the transfer of the actor's weights to the rollout. Later responses carry this version."""

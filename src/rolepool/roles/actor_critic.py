@@ -1,0 +1,164 @@
+"""The roles that compute a number for every response token: actor, critic, and the reference for KL terms."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rolepool.algorithm.losses import LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
+from rolepool.config import Config
+from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
+from rolepool.models.loading import load_critic
+from rolepool.models.packing import TokenRows, response_values
+from rolepool.models.sharding import whole_parameters
+from rolepool.models.training import FrozenModel
+from rolepool.placement import Role
+from rolepool.protocol import DataProto, Dispatch, register
+from rolepool.protocol.ragged import TOKENS
+from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
+
+
+class Actor(TrainedRole):
+    """The policy in training: computes log-probs of rollouts, is updated, and exports its weights."""
+
+    role = Role.Actor
+    keys: ActorConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        self.policy_loss = setup.policy_loss
+        model = self.load_policy(setup.dtype, packed=self.packed)
+        self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
+
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            log_probs, entropies = self.log_probs(rows)
+            entropy_sums = rows.pad(entropies.double()).sum(dim=1)
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": entropy_sums}
+
+        return self.in_micro_batches("compute_log_prob", data, score)
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
+    )
+    def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
+        """One epoch of updates."""
+        metrics = self.update(data, ends_step)
+        return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
+
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
+        new_log_probs, entropies = self.log_probs(rows)
+        log_probs = rows.pad(new_log_probs)
+        loss, metrics = self.policy_loss(
+            old_log_prob=columns["old_log_probs"],
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=keys,
+            clip_ratio_low=keys.clip_ratio_low,
+            clip_ratio_high=keys.clip_ratio_high,
+            clip_ratio_c=keys.clip_ratio_c,
+            counts=counts,
+        )
+        metrics = {**metrics, "pg_loss": loss.detach()}
+        if keys.entropy_coeff != 0:
+            entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
+            loss = loss - keys.entropy_coeff * entropy
+            metrics["entropy"] = entropy.detach()
+        if keys.use_kl_loss:
+            kl = masked_kl_penalty(log_probs, columns["ref_log_prob"], mask, keys.kl_loss_type)
+            kl_loss = agg_loss(kl, mask, mode, counts=counts)
+            loss = loss + keys.kl_loss_coef * kl_loss
+            metrics["kl_loss"] = kl_loss.detach()
+        return loss, metrics
+
+    # Weights for a rollout in another pool
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def weight_names(self) -> list[str]:
+        """Names of all weights; tied weights are listed once."""
+        names: dict[int, str] = {}
+        for name, weight in self.trained.model.state_dict(keep_vars=True).items():
+            names.setdefault(id(weight), name)
+        return list(names.values())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def export_weights(self, names: list[str]) -> DataProto:
+        """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a
+        batch of one row. The other ranks only take part in gathering: they copy nothing and return an empty batch."""
+        dtype = None if self.device == "cpu" else torch.bfloat16
+        rows: dict[str, Tensor] = {}
+        with self.trained.on_device() as model:
+            for name, tensor in whole_parameters(model, set(names)):
+                if self.rank == 0:
+                    rows[name] = tensor.detach().to(dtype=dtype).cpu().unsqueeze(0)
+        return DataProto.from_dict(rows)
+
+
+class Critic(TrainedRole):
+    """Computes a value for every response token, and is updated towards the returns."""
+
+    role = Role.Critic
+    keys: CriticConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        trusted = config.actor_rollout_ref.model.trust_remote_code
+        model = load_critic(self.keys.model.path, dtype=setup.dtype, trust_remote_code=trusted, packed=self.packed)
+        self.train(model, setup.num_training_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """The value of the state before each response token."""
+        return self.in_micro_batches("compute_values", data, lambda rows: {"values": rows.ragged(self._values(rows))})
+
+    def _values(self, rows: TokenRows) -> Tensor:
+        return response_values(self.trained.model, rows, packed=self.packed)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "values", "returns"))
+    def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
+        """One epoch of updates."""
+        return self.update(data, ends_step)
+
+    def loss_of(
+        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, mask = self.keys, columns["response_mask"]
+        predicted = rows.pad(self._values(rows))
+        returns, values = columns["returns"], columns["values"]
+        loss, clip_fraction = compute_value_loss(
+            predicted, returns, values, mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
+        )
+        mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
+        return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
+
+
+class Reference(ModelRole):
+    """The policy before training: computes log-probs for KL terms."""
+
+    role = Role.RefPolicy
+    keys: RefConfig
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        super().__init__(config, setup)
+        model = self.load_policy(self.frozen_dtype, packed=self.packed)
+        self.placed = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of the response tokens under the weights before training."""
+
+        def score(rows: TokenRows) -> dict[str, Tensor]:
+            log_probs, _ = self.log_probs(rows)
+            return {"ref_log_prob": rows.ragged(log_probs)}
+
+        return self.in_micro_batches("compute_ref_log_prob", data, score)
