@@ -184,7 +184,7 @@ class Decoder:
         def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             where = (positions_t, slots_t, self._place, index)
             self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
-            return qkv_thd.split(self._heads, dim=1)
+            return tuple(qkv_thd.split(self._heads, dim=1))
 
         if self._by_kernels:
             return store_by_kernel
