@@ -139,7 +139,9 @@ class Decoder:
 
         def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
-            return self._kernels.attend(queries_bhd, self._num_kv_heads, where, self._windows[index], self._scale)
+            window, num_kv_heads = self._windows[index], self._num_kv_heads
+            attended_te: Tensor = self._kernels.attend(queries_bhd, num_kv_heads, where, window, self._scale)
+            return attended_te
 
         attention = attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
         return self._run(cache, tokens_b, positions_b, slots_b, attention)
