@@ -167,8 +167,8 @@ def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
 def test_a_save_that_fails_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> None:
     class InTheWay(Observer):
         def on_row(self, step: int, metrics: dict[str, float]) -> None:
-            """A file stands where the save, which comes next, removes a folder."""
-            (tmp_path / "checkpoints").mkdir(exist_ok=True)
+            """The save, which comes next, cannot move the folder of this step away, because a file has that name."""
+            (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True, exist_ok=True)
             (tmp_path / "checkpoints" / f".tmp-replaced-step_{step:06d}").touch()
 
     keys = [*ONE_RANK, "trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false"]
@@ -176,4 +176,5 @@ def test_a_save_that_fails_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> 
     trainer.observer = InTheWay()
     with pytest.raises(NotADirectoryError):
         trainer.run()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".tmp-replaced-step_000001"]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [".tmp-replaced-step_000001", "step_000001"]
