@@ -139,9 +139,9 @@ class Decoder:
 
         def attend(index: int, queries_bhd: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             where = (positions_b, slots_b, self._place, index)
-            window = self._windows[index]
-            attended: Tensor = self._kernels.attend(queries_bhd, self._num_kv_heads, where, window, self._scale)
-            return attended
+            window, num_kv_heads = self._windows[index], self._num_kv_heads
+            attended_te: Tensor = self._kernels.attend(queries_bhd, num_kv_heads, where, window, self._scale)
+            return attended_te
 
         attention = attend if self._by_kernels else self._decode_attention(cache, positions_b, length)
         return self._run(cache, tokens_b, positions_b, slots_b, attention)
@@ -186,8 +186,7 @@ class Decoder:
         def store_by_kernel(index: int, qkv_thd: Tensor) -> tuple[Tensor, ...]:
             where = (positions_t, slots_t, self._place, index)
             self._kernels.rotate_and_store(qkv_thd, self._num_heads, self._cos, self._signed_sin, where)
-            split: tuple[Tensor, ...] = qkv_thd.split(self._heads, dim=1)
-            return split
+            return tuple(qkv_thd.split(self._heads, dim=1))
 
         if self._by_kernels:
             return store_by_kernel
