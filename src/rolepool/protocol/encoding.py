@@ -19,6 +19,7 @@ Does not know Ray, or what the tensors mean.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import json
@@ -65,6 +66,8 @@ class Encoded:
 
     pickled: bytes
     buffers: list[Buffer]
+    is_column: bool = False
+    """Whether the value is itself a tensor or a numeric array, and does not just contain some."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,13 +78,29 @@ class Encoded:
         return decode_all([self])[0]
 
 
-def decode_all(values: Sequence[Encoded]) -> list[Any]:
-    """Decode several values of one message, and map its shared memory only once."""
-    buffers = iter(make_private([buffer for value in values for buffer in value.buffers]))
+def decode_all(values: Sequence[Encoded], *, to_copy: bool = False) -> list[Any]:
+    """Decode several values of one message, and map its shared memory only once.
+
+    With `to_copy`, columns are views of the message itself: the caller must not write to them, and must copy them
+    while it holds the message.
+    """
+    views = [to_copy and value.is_column for value in values]
+    own = [buffer for value, is_view in zip(values, views, strict=True) if not is_view for buffer in value.buffers]
+    private = iter(make_private(own))
     return [
-        pickle.loads(value.pickled, buffers=list(islice(buffers, len(value.buffers))))  # noqa: S301  # our own processes
-        for value in values
+        pickle.loads(  # noqa: S301  # from our own processes
+            value.pickled,
+            buffers=[_view(one) for one in value.buffers] if is_view else list(islice(private, len(value.buffers))),
+        )
+        for value, is_view in zip(values, views, strict=True)
     ]
+
+
+def _view(buffer: Buffer) -> Buffer:
+    """The same memory as a writable array, because torch warns about others."""
+    if not buffer.nbytes:
+        return buffer.copy()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data))
 
 
 def encode(value: Any) -> Encoded:
@@ -91,7 +110,8 @@ def encode(value: Any) -> Encoded:
     """
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
+    is_column = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
+    return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers], is_column)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -116,7 +116,8 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
     parts = []
     for index in used:
         header, encoded = headers[index], headers[index].small | stored.get(index, {})
-        columns = dict(zip(names, decode_all([encoded[name] for name in names]), strict=True))
+        to_copy = len(used) > 1  # because the parts are then joined
+        columns = dict(zip(names, decode_all([encoded[name] for name in names], to_copy=to_copy), strict=True))
         part = DataProto.from_columns(columns, header.batch_size, {})
         inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
         parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
