@@ -207,9 +207,9 @@ class RoleProxy:
             if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
                 packed, objects = pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
-                direct, stored = zip(*objects, strict=True) if objects else ((), ())
+                references = [[stored for _, stored in objects], *(direct for direct, _ in objects)] if objects else []
             run = process.actor.run_rows if returns_rows else process.actor.run
-            answer = run.remote(packed, stored, *direct)
+            answer = run.remote(packed, *references)
             pending.all_objects.append(tuple(answer) if returns_rows else (answer, None))
         if returns_rows:
             return DataProtoFuture([pending])
