@@ -276,7 +276,7 @@ def _device_for(wanted: str) -> str:
 
 
 def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
-    """Rows, tokens and bytes of a call, for its span."""
+    """The numbers of rows, tokens and bytes that the span of a call records."""
     given = [value for value in arguments if isinstance(value, DataProto)]
     made = [result] if isinstance(result, DataProto) else []
     tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
