@@ -164,7 +164,7 @@ def bytes_of_replies(future: CallFuture) -> int:
 
 def start(source: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_WAIT_POLICY": "PASSIVE", "RAY_DEDUP_LOGS": "0"}
-    script = source.parent / "benchmarks" / Path(__file__).name  # each checkout runs its own copy, because functions differ
+    script = source.parent / "benchmarks" / Path(__file__).name  # each checkout runs its own copy
     command = [sys.executable, str(script), "--serve"]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
