@@ -27,7 +27,7 @@ from rolepool.data.demo import make_demo
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Span
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.worker import part, part_times
+from rolepool.protocol.worker import PartTimes, part
 from rolepool.report.run import read_run
 from rolepool.trainer import rows
 from rolepool.trainer.loop import Observer, Trainer
@@ -72,7 +72,7 @@ def of_a_call(num_rows: int, width: int) -> float:
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     start = time.perf_counter()
     for _ in range(NUM_CALLS):
-        with part_times() as times:
+        with PartTimes() as times:
             for _ in range(12):  # as an update of four mini-batches has
                 with part("forward"):
                     pass

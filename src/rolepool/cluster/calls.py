@@ -17,6 +17,7 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from rolepool.errors import DataError, WorkerError
+from rolepool.metrics import Span
 from rolepool.protocol import futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto
@@ -108,12 +109,15 @@ def pack_reply(reply: Reply) -> bytes | Reply:
     """A small reply as bytes, because Ray transports bytes several times faster than an object. A large one is returned
     unchanged."""
     is_large = reply.value is not None and reply.value.num_bytes > futures.INLINE_BYTES
-    return reply if is_large else pickle.dumps(reply)
+    # Plain tuples, because pickle looks up every other class by its name.
+    return reply if is_large else pickle.dumps((tuple(reply.span), reply.value, reply.header))
 
 
 def unpack_reply(packed: bytes | Reply, stored: Any = None) -> Reply:
-    reply: Reply = pickle.loads(packed) if isinstance(packed, bytes) else packed  # noqa: S301  # from our own workers
-    return reply._replace(stored=stored)
+    if not isinstance(packed, bytes):
+        return packed._replace(stored=stored)
+    span, value, header = pickle.loads(packed)  # noqa: S301  # from our own workers
+    return Reply(Span(*span), value, header, stored)
 
 
 # The driver's side
@@ -125,6 +129,8 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     If `in_lists` is true, every argument is a list with one entry for each part. Otherwise batches are split.
     """
     objects: Objects = []
+    if not call.args and not call.kwargs:
+        return pickle.dumps(tuple(call)), objects
     split = (1, 0) if in_lists else (parts, index)
 
     def pack(value: Any) -> Any:
@@ -140,7 +146,7 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
 
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
-    return cloudpickle.dumps(call._replace(args=args, kwargs=kwargs)), objects
+    return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
 
 
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
@@ -176,6 +182,10 @@ def sources_of(values: Iterable[Any]) -> Iterator[Pending]:
 
 
 # The worker's side
+
+
+def unpack_call(packed: bytes) -> Call:
+    return Call(*pickle.loads(packed))  # noqa: S301  # from our own driver, over Ray's channel
 
 
 def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) -> tuple[Call, Share | None]:

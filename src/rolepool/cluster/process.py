@@ -10,13 +10,12 @@ import asyncio
 import inspect
 import logging
 import os
-import pickle
 import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,25 +29,25 @@ import torch.distributed as dist
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rolepool.cluster.calls import PER_DP_GROUP, Call, pack_reply, resolve_arguments, without_padding
+from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol.data import DataProto
-from rolepool.protocol.futures import Reply, reply_with
+from rolepool.protocol.futures import Reply, encode_result
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.worker import (
     MARK,
     Dispatch,
+    PartTimes,
     Worker,
     WorkerContext,
     explain_out_of_memory,
     is_out_of_memory,
     made_in,
     part,
-    part_times,
     random_state,
     set_random_state,
 )
@@ -162,14 +161,14 @@ class WorkerProcess:
         self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
-            with self._as_role(name, "__init__"), made_in(context, self._roles):
+            with made_in(context, self._roles):
                 # In two steps, so that `less_memory` can be called if `__init__` runs out of memory.
                 worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
-        except WorkerError as error:
+        except Exception as error:
+            failure = self._failed_roles[name] = self._explain(error, name, "__init__")
             self._roles.pop(name, None)
-            self._failed_roles[name] = error
-            raise
+            raise failure from None
         self._reseed(name, context.seed)
         return pack_reply(Reply(self._span(name, "__init__", queued_s, start_s)))
 
@@ -191,62 +190,58 @@ class WorkerProcess:
         """The same for a method that returns rows. Their large columns are a second return value. Ray keeps it in this
         node's shared memory, even if this process dies, and the processes that need it fetch it from there."""
         start_s = time.time()
-        call: Call = pickle.loads(packed)  # noqa: S301  # from our own driver, over Ray's channel
+        call = unpack_call(packed)
         on_gpu = self._context.device != "cpu"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        with self._as_role(call.role, call.method), part_times() as times:
-            if call.role in self._failed_roles:
-                raise self._failed_roles[call.role]
-            worker = self._roles[call.role]
-            with part("fetch"):
-                call, share = resolve_arguments(call, direct, stored)
-            dispatch = getattr(getattr(type(worker), call.method), MARK).dispatch
-            result = getattr(worker, call.method)(*call.args, **call.kwargs)
-            if inspect.iscoroutine(result):
-                result = self._loop.run_until_complete(result)
-            handled = _handled((*call.args, *call.kwargs.values()), result)
-            if dispatch in PER_DP_GROUP and worker.context.tp_rank:
-                result = None
-            elif dispatch is Dispatch.DP_COMPUTE_PROTO:
-                result = without_padding(result, share)
-            span = self._span(call.role, call.method, call.queued_s, start_s)
-            reply, large = reply_with(span, result)
+        self._switch_random_state(call.role)
+        share, handled = None, (0, 0, 0)
+        try:
+            with PartTimes() as times:
+                if call.role in self._failed_roles:
+                    raise self._failed_roles[call.role]
+                worker = self._roles[call.role]
+                if call.args or call.kwargs:
+                    with part("fetch"):
+                        call, share = resolve_arguments(call, direct, stored)
+                method = getattr(worker, call.method)
+                result = method(*call.args, **call.kwargs)
+                if inspect.iscoroutine(result):
+                    result = self._loop.run_until_complete(result)
+                if call.args or call.kwargs or result is not None:
+                    handled = _handled((*call.args, *call.kwargs.values()), result)
+                dispatch = getattr(method, MARK).dispatch
+                if dispatch in PER_DP_GROUP and worker.context.tp_rank:
+                    result = None
+                elif dispatch is Dispatch.DP_COMPUTE_PROTO:
+                    result = without_padding(result, share)
+                value, header, large = encode_result(result)
+        except Exception as error:
+            raise self._explain(error, call.role, call.method) from None
         # On a GPU, the peak since the call began; on a CPU, the current memory of the process.
         peak = (
             torch.cuda.max_memory_allocated() if on_gpu else int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
         )
-        span = span._replace(
-            end_s=time.time(),
-            call=call.number,
-            after=call.after,
-            peak_memory_bytes=peak,
-            parts=times.seconds(),
-            **handled,
-        )
-        return pack_reply(reply._replace(span=span)), large
+        more = call.number, call.after, *handled, peak, times.seconds()
+        span = self._span(call.role, call.method, call.queued_s, start_s, *more)
+        return pack_reply(Reply(span, value, header)), large
 
-    @contextmanager
-    def _as_role(self, role: str, method: str) -> Iterator[None]:
-        """Use the role's own random state, and turn errors into WorkerErrors that name role, method and process."""
-        self._switch_random_state(role)
-        try:
-            yield
-        except WorkerError:
-            raise
-        except Exception as error:
-            context, pid = self._context, os.getpid()
-            who = f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
-            if is_out_of_memory(error):
-                problems = explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
-            elif isinstance(error, RolepoolError):  # the message says what the user can change
-                problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
-            else:
-                summary = "".join(traceback.format_exception_only(error)).strip()
-                problems = [f"{who} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()]
-            raise WorkerError(
-                problems, pool=context.pool, role=role, rank=context.rank, node=self._address, pid=pid, method=method
-            ) from None
+    def _explain(self, error: Exception, role: str, method: str) -> WorkerError:
+        """The error that the driver gets. It names role, method and process."""
+        if isinstance(error, WorkerError):
+            return error
+        context, pid = self._context, os.getpid()
+        who = f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
+        if is_out_of_memory(error):
+            problems = explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
+        elif isinstance(error, RolepoolError):  # the message says what the user can change
+            problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
+        else:
+            summary = "".join(traceback.format_exception_only(error)).strip()
+            problems = [f"{who} failed: {summary}", "".join(traceback.format_exception(error)).rstrip()]
+        return WorkerError(
+            problems, pool=context.pool, role=role, rank=context.rank, node=self._address, pid=pid, method=method
+        )
 
     def _switch_random_state(self, role: str) -> None:
         """Each role has its own stream of random numbers, which does not depend on what other roles draw."""
@@ -257,11 +252,12 @@ class WorkerProcess:
             set_random_state(self._random_states[role])
         self._active_role = role
 
-    def _span(self, role: str, method: str, queued_s: float, start_s: float) -> Span:
+    def _span(self, role: str, method: str, queued_s: float, start_s: float, *more: Any) -> Span:
+        """The span of a call that ends now. `more` are the fields that follow the device."""
         context = self._context
         device = "cpu" if context.device == "cpu" else f"cuda:{ray.get_gpu_ids()[0]}"
         times = queued_s, start_s, time.time()
-        return Span(context.pool, role, context.rank, method, *times, node=self._address, device=device)
+        return Span(context.pool, role, context.rank, method, *times, self._address, device, *more)
 
 
 def _device_for(wanted: str) -> str:
@@ -275,13 +271,11 @@ def _device_for(wanted: str) -> str:
     return "cpu"
 
 
-def _handled(arguments: Sequence[Any], result: Any) -> dict[str, Any]:
+def _handled(arguments: Sequence[Any], result: Any) -> tuple[int, int, int]:
     """The numbers of rows, tokens and bytes that the span of a call records."""
     given = [value for value in arguments if isinstance(value, DataProto)]
     made = [result] if isinstance(result, DataProto) else []
     tokens = [batch.batch.get(INPUT_IDS) for batch in (*made, *given) if batch.batch is not None]
-    return {
-        "num_rows": max(map(len, given), default=0),
-        "num_tokens": next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0),
-        "num_bytes": sum(num_bytes(tensor) for one in given if one.batch is not None for tensor in one.batch.values()),
-    }
+    num_rows = max(map(len, given), default=0)
+    num_tokens = next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0)
+    return num_rows, num_tokens, sum(num_bytes(t) for one in given if one.batch is not None for t in one.batch.values())

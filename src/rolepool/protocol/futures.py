@@ -61,17 +61,19 @@ class Reply(NamedTuple):
         return WorkerError(problem, pool=span.pool, role=span.role, rank=span.rank, node=span.node, method=span.method)
 
 
-def reply_with(span: Span, result: Any) -> tuple[Reply, dict[str, Encoded] | None]:
-    """The reply for a result, and the large columns, which must be stored."""
+def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
+    """The value and the header of the reply for a result, and the large columns, which must be stored."""
+    if result is None:
+        return None, None, None
     if not isinstance(result, DataProto):
-        return Reply(span, None if result is None else encode(result)), None
+        return encode(result), None, None
     columns = {key: encode(column) for key, column in result.columns().items()}
     by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
     ends = np.cumsum([columns[key].num_bytes for key in by_size])
     large = {key: columns.pop(key) for key, end in zip(by_size, ends, strict=True) if end > INLINE_BYTES}
     batch_size = None if result.batch is None else tuple(result.batch.batch_size)
     header = BatchHeader(len(result), batch_size, columns, tuple(large), encode(result.meta_info))
-    return Reply(span, None, header), large or None
+    return None, header, large or None
 
 
 Fetch = Callable[[Sequence[Reply]], list[dict[str, Encoded]]]

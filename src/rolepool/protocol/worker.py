@@ -203,10 +203,17 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
 
 
 class PartTimes(list[tuple[str, Any, Any]]):
-    """The name, start and end of every part of a call that was measured.
+    """The name, start and end of every part of a call that was measured, if the call runs in a `with` block of it.
 
     Start and end are seconds, or CUDA events between kernels, so that measuring does not make the host wait for a GPU.
     """
+
+    def __enter__(self) -> PartTimes:
+        self._token = _part_times.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _part_times.reset(self._token)
 
     def seconds(self) -> tuple[tuple[str, float], ...]:
         """The seconds of each part, added up. Waits until the GPU has finished."""
@@ -221,17 +228,6 @@ class PartTimes(list[tuple[str, Any, Any]]):
 
 
 _part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=None)
-
-
-@contextmanager
-def part_times() -> Iterator[PartTimes]:
-    """Record the parts of the call that runs inside the block."""
-    times = PartTimes()
-    token = _part_times.set(times)
-    try:
-        yield times
-    finally:
-        _part_times.reset(token)
 
 
 @contextmanager
