@@ -1,17 +1,43 @@
 # Sourced by the shell scripts of the root: makes sure that .venv holds exactly what is pinned.
 #
-# A stamp is written into .venv as the very last act of an install. It names the pinned files, the Python and the
-# place; where it is missing or differs, .venv is made anew, so an install that failed or was interrupted cannot
-# break the next try.
+# A stamp is written into .venv at the very end of an install. It names the pinned files and the folder. If it is
+# missing or differs, .venv is made again, so an install that failed or was interrupted cannot break the next try.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_WAIT_POLICY=PASSIVE
 
+# The version and the place of a Python; in a virtual environment, of the Python that it was made with.
+describe_python() {
+    "$1" -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "of", sys.base_prefix)' 2> /dev/null
+}
+
+is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2> /dev/null
+}
+
+# PYTHON=... is used or refused, never ignored.
+check_chosen_python() {
+    local found
+    if [ -z "${PYTHON:-}" ]; then
+        return
+    elif ! found=$(describe_python "$PYTHON") || [ -z "$found" ]; then
+        echo "error: PYTHON=$PYTHON: is not a Python that can be started; give its path, or do not set PYTHON" >&2
+        exit 2
+    elif ! is_supported "$PYTHON"; then
+        echo "error: PYTHON=$PYTHON: is $found; Python 3.11 or 3.12 is needed" >&2
+        exit 2
+    elif [ -e .venv/stamp ] && [ "$(describe_python .venv/bin/python)" != "$found" ]; then
+        echo "error: PYTHON=$PYTHON: is $found, and .venv was made with $(describe_python .venv/bin/python);" \
+            "remove the folder .venv to make it again, or do not set PYTHON" >&2
+        exit 2
+    fi
+}
+
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11; do
+        if is_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
@@ -25,22 +51,48 @@ wanted_stamp() {
     cat pyproject.toml constraints.txt | cksum
 }
 
+pip_install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt "$@"
+}
+
+# Reads pip's output, keeps it in .venv/setup.log and shows what is downloaded, every tenth package and all large ones.
+show_progress() {
+    local line name num=0 total
+    total=$(grep -c == constraints.txt)
+    while IFS= read -r line; do
+        echo "$line" >> .venv/setup.log
+        case "$line" in
+            "Collecting "*)
+                num=$((num + 1))
+                name=${line#Collecting }
+                if [ $((num % 10)) -eq 1 ]; then echo "  package $num of about $total: ${name%% *}" >&2; fi
+                ;;
+            *Downloading*[0-9][0-9].[0-9]" MB)"* | *Downloading*" GB)"*) echo "  ${line#"${line%%[! ]*}"}" >&2 ;;
+            "Installing collected packages"*) echo "  writing $num packages to disk ..." >&2 ;;
+        esac
+    done
+}
+
 install_project() {
-    local python
+    local python began=$SECONDS
     python=$(find_python)
-    echo "Setting up .venv (once; takes a few minutes) ..." >&2
+    echo "Setting up .venv with $(describe_python "$python"), once: about 2 GB, 2 to 10 minutes" >&2
     rm -rf .venv
     if ! "$python" -m venv .venv; then
         rm -rf .venv
         echo "error: $python cannot make a virtual environment; install its venv package (Debian: apt install python3-venv)" >&2
         exit 2
     fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+    if ! pip_install --quiet setuptools || ! pip_install --no-build-isolation -e '.[dev]' | show_progress; then
+        echo "error: pip could not install the packages (see above); start the script again to try again" >&2
+        exit 2
+    fi
     wanted_stamp > .venv/stamp.tmp
     mv .venv/stamp.tmp .venv/stamp
+    echo "Set up in $((SECONDS - began)) s" >&2
 }
 
+check_chosen_python
 if [ "$(cat .venv/stamp 2>/dev/null)" != "$(wanted_stamp)" ]; then
     (
         # Two scripts started at the same time: the second waits, and finds the work done.

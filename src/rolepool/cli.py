@@ -4,6 +4,7 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     options = parser.parse_intermixed_args(arguments)
 
     from rolepool.placement import build_plan
-    from rolepool.placement.checks import advise, find_problems
+    from rolepool.placement.checks import advise, find_problems, find_warnings
     from rolepool.placement.estimate import estimate_memory
     from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
     from rolepool.placement.render import plan_as_json, plan_as_text
@@ -64,6 +65,8 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
         from rolepool.cluster.cluster import live_inventory
 
         inventory = live_inventory(loaded.config.ray_kwargs.ray_init.address, loaded.config.trainer.device)
+    if inventory is not None and "trainer.n_gpus_per_node" not in loaded.set_keys:
+        loaded = replace(loaded, config=loaded.config.with_value("trainer.n_gpus_per_node", max(inventory)))
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
     # Use the whole inventory, or only as many nodes and GPUs as the user has set.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
@@ -77,6 +80,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
         print(plan_as_json(made, overlaps, estimate, problems, advice))
     else:
         print(plan_as_text(made, overlaps, estimate, advice))
+    print_errors(find_warnings(loaded.config, made, on_cpus=made.device == "cpu"), label="warning: ")
     print_errors(problems)
     return EXIT_USER_ERROR if problems or (options.strict and estimate.excess) else None
 

@@ -94,7 +94,7 @@ def test_a_file_that_is_no_yaml_is_one_line(rolepool: Rolepool, tmp_path: Path) 
     (tmp_path / "bad.yaml").write_text("a: [1\n  b: {\n", encoding="utf-8")
     outcome = rolepool("plan", str(tmp_path / "bad.yaml"))
     assert outcome.code == 2
-    assert re.fullmatch(r"error: config file .*bad\.yaml: .+\n", outcome.err)
+    assert re.fullmatch(r"error: config file .*bad\.yaml, line 2, column 4: .+\n", outcome.err)
 
 
 def test_files_and_overrides_may_come_in_any_order(rolepool: Rolepool) -> None:
@@ -155,7 +155,7 @@ def test_the_readme_shows_the_same_grid_and_pools(root: Path) -> None:
 
 def test_many_nodes_that_look_alike_are_one_row(rolepool: Rolepool) -> None:
     batches = ("data.train_batch_size=8192", "actor_rollout_ref.actor.ppo_mini_batch_size=8192")
-    out = rolepool("plan", "trainer.nnodes=1024", *batches).out
+    out = rolepool("plan", "trainer.nnodes=1024", "trainer.n_gpus_per_node=8", *batches).out
     assert re.search(r"^0-1023( +A){8} *$", out, flags=re.MULTILINE)
 
 
@@ -323,10 +323,8 @@ def test_train_takes_a_value_in_force_of_a_key_that_is_not_built(rolepool: Rolep
 
 def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: Rolepool) -> None:
     without = rolepool("train")
-    assert (without.code, without.err.splitlines()[-1].split(":")[:2]) == (
-        2,
-        ["error", " actor_rollout_ref.model.path=null"],
-    )
+    assert without.code == 2
+    assert without.err.startswith("error: actor_rollout_ref.model.path=null: no model is set; ")
     wrong = rolepool("train", "actor_rollout_ref.model.path=no/such/folder")
     assert wrong.code == 2
     assert "error: actor_rollout_ref.model.path=no/such/folder: " in wrong.err

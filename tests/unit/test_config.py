@@ -145,13 +145,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "trainer": {
         "nnodes": 1,
-        "n_gpus_per_node": 8,
+        "n_gpus_per_node": NOT_SAID,
         "total_epochs": 30,
         "total_training_steps": None,
         "project_name": NOT_SAID,
         "experiment_name": NOT_SAID,
         "logger": ["console"],
-        "save_freq": -1,
+        "save_freq": None,
         "test_freq": -1,
         "val_before_train": True,
         "val_only": False,
@@ -357,7 +357,7 @@ def test_a_later_override_wins() -> None:
 
 def test_a_group_may_be_set_with_a_dict() -> None:
     config = load("trainer={nnodes: 2, seed: 7}").config
-    assert (config.trainer.nnodes, config.trainer.seed, config.trainer.n_gpus_per_node) == (2, 7, 8)
+    assert (config.trainer.nnodes, config.trainer.seed, config.trainer.total_epochs) == (2, 7, 30)
 
 
 def test_pools_may_be_set_one_by_one_or_together() -> None:
@@ -506,16 +506,16 @@ def test_a_number_in_scientific_notation_is_a_number_in_files_too(tmp_path: Path
     ("text", "expected"),
     [
         ("- a\n- b\n", "must contain keys and values, not a list"),
-        ("a: [1\n", "while parsing"),
-        ("a: 1\n a: 2\n", ""),
-        ("a: b: c\n", "mapping values are not allowed"),
+        ("a: [1\n", "line 2, column 1: not valid YAML (did not find expected ',' or ']'); fix it"),
+        ("a: 1\n a: 2\n", "line 2, column 3: not valid YAML (mapping values are not allowed in this context); fix it"),
+        ("trainer:\n  seed: 1\n  seed: 2\n", "line 3, column 3: not valid YAML (found duplicate key seed); fix it"),
         ("x: !!binary /w==", "bytes"),
     ],
 )
 def test_a_file_that_holds_no_keys_is_one_problem_with_its_name(tmp_path: Path, text: str, expected: str) -> None:
     file = write(tmp_path, "bad.yaml", text)
     (problem,) = problems(files=(file,))
-    assert problem.startswith(f"config file {show(file)}: ")
+    assert re.match(re.escape(f"config file {show(file)}") + "(: |, line)", problem)
     assert expected in problem
 
 
@@ -633,10 +633,10 @@ def test_a_group_is_not_a_key() -> None:
         ("critic.optim.lr=true", "must be a number, at least 0"),
         ("critic.shuffle=1", "must be true or false"),
         ("critic.shuffle=maybe", "must be true or false"),
-        ("trainer.logger=5", "must be a list, each one of console, tensorboard, wandb, mlflow"),
+        ("trainer.logger=5", "must be a list, each one of console, verl, tensorboard, wandb, mlflow"),
         ("placement.pools=5", "must be a mapping, such as {name: value}"),
         ("placement.pools=[2]", "must be a mapping, such as {name: value}"),
-        ("trainer.logger={a:1}", "must be a list, each one of console, tensorboard, wandb, mlflow"),
+        ("trainer.logger={a:1}", "must be a list, each one of console, verl, tensorboard, wandb, mlflow"),
         ("data.seed={a:1}", "must be an integer, at least 0 or null"),
         ("trainer.nnodes=0", "must be an integer, at least 1, at most 65536"),
         ("trainer.nnodes=-1", "must be an integer, at least 1, at most 65536"),
@@ -645,7 +645,7 @@ def test_a_group_is_not_a_key() -> None:
         ("data.seed=-1", "must be an integer, at least 0 or null"),
         ("data.train_batch_size=2147483648", "must be less than or equal to 2147483647"),
         ("trainer.save_freq=0", "must be -1 or at least 1"),
-        ("trainer.save_freq=-2", "must be an integer, at least -1"),
+        ("trainer.save_freq=-2", "must be an integer, at least -1 or null"),
         ("actor_rollout_ref.rollout.top_p=0", "must be a number, greater than 0, at most 1"),
         ("actor_rollout_ref.rollout.top_p=1.01", "must be less than or equal to 1"),
         ("actor_rollout_ref.actor.clip_ratio_c=1", "must be a number, greater than 1"),
@@ -665,7 +665,7 @@ def test_a_wrong_value_is_answered_with_key_value_and_what_is_allowed(override: 
     [
         (
             "trainer.logger=[console,file]",
-            "trainer.logger.1=file: must be 'console', 'tensorboard', 'wandb' or 'mlflow'",
+            "trainer.logger.1=file: must be 'console', 'verl', 'tensorboard', 'wandb' or 'mlflow'",
         ),
         ("critic.optim.betas=[0.9,1]", "critic.optim.betas.1=1: must be less than 1"),
         ("critic.optim.betas=[0.9]", "critic.optim.betas.1: Field required; see `rolepool config critic.optim.betas`"),
@@ -715,7 +715,7 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
         ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and do not set the temperature"),
         ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "must be greater than 0"),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature=0: must be greater than 0"),
-        ("data.train_batch_size=1000 critic.ppo_mini_batch_size=100",
+        ("data.train_batch_size=1000 actor_rollout_ref.actor.ppo_mini_batch_size=256 critic.ppo_mini_batch_size=100",
          "actor_rollout_ref.actor.ppo_mini_batch_size=256: must divide data.train_batch_size=1000; use 250"),
         ("critic.ppo_mini_batch_size=300",
          "critic.ppo_mini_batch_size=300: must divide data.train_batch_size=1024; use 256"),

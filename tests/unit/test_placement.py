@@ -332,7 +332,7 @@ def test_every_pool_that_does_not_fit_is_reported() -> None:
 
 
 def test_a_smaller_inventory_than_asked_for_is_refused() -> None:
-    config = load_config(overrides=["trainer.nnodes=2"]).config
+    config = load_config(overrides=["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]).config
     with pytest.raises(
         PlacementError, match="Not enough GPUs: global_pool needs 8 on node 1 or a later node, and at most 4 "
     ):

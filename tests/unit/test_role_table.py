@@ -147,7 +147,7 @@ def test_an_added_role_has_keys_a_pool_memory_and_advice_like_a_built_in_one(jud
     words = [f"actor_rollout_ref.model.path={shapes}", f"roles.judge.model.path={shapes}", "data.train_batch_size=64"]
     sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=64", "roles.judge.ppo_mini_batch_size=12"]
     alone = "algorithm.adv_estimator=grpo"  # without another critic, whose keys would be advised first
-    config = load_config([], [*words, *sizes, alone]).config
+    config = load_config([], [*words, *sizes, alone, "trainer.n_gpus_per_node=8"]).config
     plan = build_plan(config)
     assert plan.roles[judge] == plan.roles[Role.Actor] and judge in trained_roles()
     assert Plan.model_validate_json(plan.model_dump_json()) == plan

@@ -31,6 +31,10 @@ from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
+# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
+logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
+    lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
+)
 
 TAKE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import import_extensions
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
@@ -113,6 +114,10 @@ def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Loa
                 leaves[path] = _merged(leaves.get(path), value, path)
     resolved, broken = _resolve(leaves, problems)
     config = _validate(resolved, broken, leaves, problems)
+    if fitted := fitted_defaults(config, leaves):
+        for path, value in fitted.items():
+            OmegaConf.update(resolved, path, value)
+        config = _validate(resolved, broken, leaves, [])
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -158,7 +163,12 @@ def _import_extensions(tree: dict[str, Any]) -> None:
 def _read_file(file: str) -> dict[str, Any]:
     fix = "give a YAML file, or key=value for an override"
     with explained(f"config file {show(file)}: cannot be read", fix, *UNPARSABLE):
-        content = _plain(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+        try:
+            content = _plain(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+            raise ConfigError(f"config file {show(file)}{where}: not valid YAML ({error.problem}); fix it") from None
     if not isinstance(content, dict):
         raise ConfigError(f"config file {show(file)}: must contain keys and values, not a list")
     return {str(name): value for name, value in content.items()}
@@ -259,6 +269,8 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], proble
     """
     for path in broken:
         OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
+    if tree.trainer.n_gpus_per_node is None:
+        tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:
         return Config.model_validate(OmegaConf.to_container(tree, resolve=True))
     except ValidationError as error:

@@ -74,7 +74,8 @@ class ActorConfig(Section):
     strategy: Literal["fsdp2"] = "fsdp2"
     """How the weights are sharded over the pool."""
     ppo_mini_batch_size: Count = 256
-    """Prompts in one optimizer step, over all ranks (each has rollout.n sequences)."""
+    """Prompts in one optimizer step, over all ranks (each has rollout.n sequences). If 256 does not divide
+    data.train_batch_size, the default is its largest divisor below 256."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     use_dynamic_bsz: bool = False
@@ -135,7 +136,7 @@ class RolloutConfig(Section):
     name: EngineName = "native"
     """Rollout engine: native, or a class of your own as module:class (docs/extending.md); vllm does not work yet."""
     n: Count = 1
-    """Number of responses to each prompt."""
+    """Number of responses to each prompt. grpo and rloo compare them with each other, so they need at least 2."""
     temperature: NonNegative = 1.0
     """Sampling temperature; must be greater than 0."""
     top_p: Fraction = 1.0

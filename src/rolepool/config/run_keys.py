@@ -25,9 +25,9 @@ class DataConfig(Section):
     val_batch_size: Count | None = None
     """Prompts in one validation batch; null means all."""
     max_prompt_length: Count = 512
-    """Longest prompt in tokens."""
+    """Longest prompt in tokens. The default is less if the policy has fewer positions."""
     max_response_length: Count = 512
-    """Longest response in tokens."""
+    """Longest response in tokens. The default is less if the policy has fewer positions."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What to do with a prompt that is longer than max_prompt_length."""
     filter_overlong_prompts: bool = False
@@ -82,8 +82,9 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     nnodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """Number of nodes."""
-    n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = 8
-    """Number of GPUs used on every node; without GPUs, the number of CPU processes."""
+    n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = Field(default=None)  # type: ignore[assignment]
+    """Number of GPUs used on every node; without GPUs, the number of CPU processes. null uses all GPUs of this machine,
+    or without GPUs as many processes as it has CPU cores (a power of two, at most 8)."""
     total_epochs: Count = 30
     """Number of passes over the training prompts."""
     total_training_steps: Count | None = None
@@ -92,10 +93,11 @@ class TrainerConfig(Section):
     """Project name for loggers."""
     experiment_name: str = "default"
     """Name of the run."""
-    logger: Items[Literal["console", "tensorboard", "wandb", "mlflow"]] = ("console",)
-    """Where metrics are logged, in addition to metrics.jsonl in the run folder."""
-    save_freq: CountOrMinusOne = -1
-    """Save a checkpoint every N steps; -1 never saves."""
+    logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow"]] = ("console",)
+    """Where metrics are logged, in addition to metrics.jsonl and train.log in the run folder. console prints one short
+    line for each step, verl prints the long line of train.log, with all metrics."""
+    save_freq: CountOrMinusOne | None = None
+    """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
     test_freq: CountOrMinusOne = -1
     """Validate every N steps; -1 never validates."""
     val_before_train: bool = True

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from rolepool.config.model_files import why_no_model
 from rolepool.errors import ConfigError, explained, first_few
 from rolepool.models.packing import add_token_scores
 from rolepool.models.sharding import PACKED
@@ -30,15 +31,11 @@ def read_model_config(
     key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
 ) -> transformers.PretrainedConfig:
     """The config of the model at `path`, the value of `key`. A folder with missing or damaged files is an error."""
-    if path is None:
-        raise ConfigError(f"{key}=null: no model is set; give a folder or a hub id")
-    folder = Path(path).expanduser()
-    is_folder, has_weights = folder.is_dir(), any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if is_folder and not (has_weights and (folder / "config.json").is_file()):
-        missing = "config.json" if has_weights else "weights"
-        raise ConfigError(f"{key}={path}: has no {missing}; give a folder with a config.json and *.safetensors files")
+    if (reason := why_no_model(key, path)) is not None:
+        raise ConfigError(reason)
+    folder = Path(str(path)).expanduser()
     problem = "is neither a folder nor a model on the hub"
-    if is_folder:
+    if folder.is_dir():
         problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
     settings = {"trust_remote_code": trust_remote_code, **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):

@@ -1,27 +1,21 @@
 """What a model's config.json says before a process starts: its shape, its parameters, and whether it can be run.
 
-Owns finding the file (in a folder, or in the local Hugging Face cache; nothing is ever downloaded), counting
-parameters, and which models the native rollout engine can run. The engine itself is in `rolepool.rollout`.
+Owns counting parameters, and which models the native rollout engine can run. `config.model_files` finds and reads the
+file; the engine itself is in `rolepool.rollout`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rolepool.errors import RolepoolError, one_line
+from rolepool.config.model_files import ShapeUnknown as ShapeUnknown
+from rolepool.config.model_files import entry_of, read_model_file
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings in which a position's angles do not depend on the longest sequence of the batch."""
-
-
-class ShapeUnknown(RolepoolError, ValueError):
-    """The model's shape is not known; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -74,66 +68,26 @@ class ModelShape:
         return self.num_layers * self.layer_params + self.embedding_params + 2 * self.hidden_size
 
 
-def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
-
-    Raises ShapeUnknown with the reason.
-    """
-    if path is None:
-        raise ShapeUnknown("no model path is set")
-    try:
-        files = [Path(path).expanduser() / "config.json"]
-        if not files[0].parent.is_dir():
-            hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-            snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
-            files = sorted(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
-        content = json.loads(files[-1].read_text(encoding="utf-8")) if files else None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
-    if not files:
-        raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
-    if not isinstance(content, dict):
-        raise ShapeUnknown(f"config.json of {path} is not a JSON object")
-    return {**content, **(overrides or {})}
-
-
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of the model at a path, with entries of its config.json replaced. Raises ShapeUnknown."""
     content = read_model_file(path, overrides)
     try:
-        hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
+        hidden_size, num_heads = entry_of(content, "hidden_size"), entry_of(content, "num_attention_heads")
         return ModelShape(
             hidden_size=hidden_size,
-            num_layers=_size(content, "num_hidden_layers"),
+            num_layers=entry_of(content, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=_size(content, "num_key_value_heads", default=num_heads),
-            head_dim=_size(content, "head_dim", default=hidden_size // num_heads),
-            intermediate_size=_size(content, "moe_intermediate_size", "intermediate_size"),
-            vocab_size=_size(content, "vocab_size"),
+            num_kv_heads=entry_of(content, "num_key_value_heads", default=num_heads),
+            head_dim=entry_of(content, "head_dim", default=hidden_size // num_heads),
+            intermediate_size=entry_of(content, "moe_intermediate_size", "intermediate_size"),
+            vocab_size=entry_of(content, "vocab_size"),
             tied_embeddings=bool(content.get("tie_word_embeddings", False)),
             attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
-            num_experts=_size(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
-            num_active_experts=_size(content, "num_experts_per_tok", default=1),
+            num_experts=entry_of(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
+            num_active_experts=entry_of(content, "num_experts_per_tok", default=1),
         )
     except ValueError as error:
         raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({error})") from error
-
-
-def num_positions(content: Mapping[str, Any]) -> int:
-    """Most tokens in a sequence of a model with this config.json: its own number, or what its rotary embeddings are
-    scaled to. Raises ValueError or TypeError if the file does not say."""
-    written = _size(content, "max_position_embeddings", "n_positions")
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    scaled = rope.get("original_max_position_embeddings", written) * rope.get("factor", 1)
-    return max(written, int(scaled))
-
-
-def _size(content: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of the entries that is not missing, null or 0; models use all three for "there are none"."""
-    name, value = next(((name, content[name]) for name in names if content.get(name)), (names[-1], default))
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ValueError(f"{name}={value} must be an integer over 0")
-    return value
 
 
 def why_not_native(content: Mapping[str, Any]) -> str | None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.config import Config
+from rolepool.config.model_files import num_positions
 from rolepool.errors import DataError, RolepoolError
 from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
-from rolepool.placement.models import num_positions
 from rolepool.protocol.worker import WorkerContext, free_bytes, part
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -28,24 +27,12 @@ from rolepool.placement.checks import find_problems
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs
 from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import BadSteps, record, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
-
-
-class Observer:
-    """Is told what happens in a run. This one does nothing; `TrainingConsole` prints it."""
-
-    def on_notice(self, line: str) -> None:
-        """Where the run starts, where an earlier run was moved, or why a checkpoint is not saved."""
-
-    def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        """A row of metrics was written."""
-
-    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """A validation generated these responses and scored them."""
 
 
 class Interrupt:
@@ -100,6 +87,7 @@ class Trainer:
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
         num_epochs = self.config.trainer.total_epochs
         self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
+        self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
@@ -145,6 +133,9 @@ class Trainer:
     def _run(self, saved: Path | None, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
         ray_init = self.config.ray_kwargs.ray_init
+        if self.save_freq < 0 and not self.config.trainer.val_only:
+            self.observer.on_notice("no checkpoint will be saved (trainer.save_freq=-1)")
+        self.observer.on_phase(f"starting {sum(pool.world_size for pool in self.plan.pools.values())} processes")
         with Cluster(
             self.plan,
             address=ray_init.address,
@@ -152,9 +143,10 @@ class Trainer:
             timeout_s=self.config.placement.timeout_s,
             run_seed=self.config.trainer.seed,
         ) as cluster:
+            self.observer.on_phase("loading models")
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
             self.monitors = cluster.start_monitors()  # early, because starting them takes a while
-            if self.config.trainer.save_freq > 0 or saved is not None:
+            if self.save_freq > 0 or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)
             if saved is not None:
                 self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
@@ -176,10 +168,12 @@ class Trainer:
 
     def _train(self, roles: Roles) -> None:
         keys = self.config.trainer
-        if keys.val_only or (keys.val_before_train and self.start_step == 0):
+        if keys.val_only or (keys.val_before_train and self.start_step == 0 and self.val_prompts is not None):
+            self.observer.on_phase("validating")
             self._validate(roles, self.start_step)
         if keys.val_only:
             return
+        self.observer.on_phase(f"training from step {self.start_step + 1} to step {self.num_steps}")
         unfinished: StepCalls | None = None
         self.interrupt.in_steps = True
         for number in range(self.start_step + 1, self.num_steps + 1):
@@ -194,7 +188,7 @@ class Trainer:
                 after = "not saved (trainer.save_freq=-1)"
                 if self.saved_step == number:
                     after = f"saved; {command} resumes from it"
-                elif self.config.trainer.save_freq > 0 and self.bad_steps.reason is not None:
+                elif self.save_freq > 0 and self.bad_steps.reason is not None:
                     after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(f"step {number} was finished and {after}")
 
@@ -207,14 +201,14 @@ class Trainer:
         if before is not None:
             self._finish(before, step)
         is_last = number == self.num_steps
-        frequencies = (self.config.trainer.test_freq, self.config.trainer.save_freq)
+        frequencies = (self.config.trainer.test_freq, self.save_freq)
         tests, saves = (every > 0 and (number % every == 0 or is_last) for every in frequencies)
         if not (tests or saves or is_last or self.interrupt.asked):
             return step
         self._finish(step, None)
         if tests and not self.interrupt.asked:
             self._validate(roles, number)
-        if saves or (self.config.trainer.save_freq > 0 and self.interrupt.asked):
+        if saves or (self.save_freq > 0 and self.interrupt.asked):
             if self.bad_steps.reason is None:
                 self._save(roles, number)
             else:

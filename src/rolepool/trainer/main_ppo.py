@@ -6,7 +6,7 @@ Owns what is printed before the first step and after the last one. Slow imports 
 import sys
 from collections.abc import Sequence
 
-from rolepool.command_line import Parser, load_words, run_program
+from rolepool.command_line import Parser, load_words, print_errors, run_program
 from rolepool.errors import ConfigError
 
 
@@ -22,11 +22,18 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     loaded.check_implemented()
 
     from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.start_checks import check_start
+
+    print_errors(check_start(loaded.config), label="warning: ")
+    console = TrainingConsole(loaded.config.trainer.logger)
+    console.on_phase("importing torch")
+
     from rolepool.trainer.loop import Trainer
 
+    console.on_phase("reading prompts")
     trainer = Trainer(loaded)
-    trainer.observer = console = TrainingConsole(trainer.num_steps, lines="console" in loaded.config.trainer.logger)
-    with console.progress:
+    trainer.observer = console
+    with console.progress_of(trainer.num_steps):
         trainer.run()
     console.print_summary(str(trainer.folder.path))
 

@@ -1,0 +1,52 @@
+"""Everything that can be checked about a run before torch is imported: models, files, reward function, GPUs.
+
+Owns that all problems are reported together. The checks themselves are in `placement.checks`, `config.model_files` and
+`data.files`.
+"""
+
+from collections.abc import Iterator
+
+from rolepool.config import Config
+from rolepool.config.fitting import num_gpus
+from rolepool.config.model_files import why_no_model
+from rolepool.data.files import find_problems as find_data_problems
+from rolepool.errors import ConfigError, RolepoolError
+from rolepool.placement import Plan, build_plan
+from rolepool.placement.checks import find_problems, find_warnings, models_of
+
+
+def check_start(config: Config) -> list[str]:
+    """Raise ConfigError with all problems, or return the warnings, a line for each."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    try:
+        plan = build_plan(config)
+        key_of = {path: key for key, (path, _) in reversed(models_of(config, plan).items())}  # each path once
+        reasons = [why_no_model(key, path) for path, key in reversed(key_of.items())]
+        problems += [reason for reason in reasons if reason is not None]
+        problems += find_problems(config, plan)
+        gpus = 0 if config.trainer.device == "cpu" else num_gpus()
+        problems += _capacity(config, plan, gpus)
+        on_cpus = config.trainer.device != "cuda" and not gpus
+        warnings += find_warnings(config, plan, on_cpus=on_cpus)
+    except RolepoolError as error:
+        problems += error.problems
+    problems += find_data_problems(config)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return warnings
+
+
+def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
+    """Whether this machine has what the plan needs. What a running Ray has, only Ray knows."""
+    if config.ray_kwargs.ray_init.address is not None:
+        return
+    slots = {slot for pool in plan.pools.values() for slot in pool.slots}
+    if any(slot.node > 0 for slot in slots):
+        fix = "start Ray on every node and set ray_kwargs.ray_init.address (docs/multinode.md)"
+        yield f"trainer.nnodes={config.trainer.nnodes}: the Ray that this run starts has one node; {fix}"
+    if config.trainer.device == "cuda" and not gpus:
+        yield "trainer.device=cuda: this machine has no GPU; set trainer.device=cpu, or train on a machine with a GPU"
+    if gpus and any(slot.gpu >= gpus for slot in slots):
+        there = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}"
+        yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {there}; use at most {gpus}"
