@@ -77,6 +77,7 @@ def words_of(case: Case, data: Path, run: Path) -> list[str]:
         f"trainer.device={case.device}",
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
         f"trainer.default_local_dir={run}",
         *case.words,
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import pytest
 from train_helpers import small_keys
 
+from rolepool.config import load_config
 from rolepool.data.demo import Demo
+from rolepool.errors import PlacementError
 from rolepool.metrics import Span
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
-from rolepool.report.run import read_run
+from rolepool.report.run import read_logs, read_run
+from rolepool.trainer.loop import Observer, Trainer
 from span_times import extent_s, overlap_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -59,6 +64,15 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
     held_out = [value for row in rows for name, value in row.items() if name.startswith("val-core/")]
     assert held_out[0] < 0.3 and held_out[-1] >= 0.9
     assert f"validation: {held_out[0]:.3f} after step 0" in output and "run folder:" in output
+    assert "Token authentication" not in output, "Ray's warning asks for nothing"
+    lines = output.splitlines()
+    parts = ["importing torch", "reading prompts", "starting 2 processes", "loading models", "validating"]
+    assert lines[0] == f"{parts[0]} ..."
+    for before, part in pairwise(parts):
+        assert any(re.fullmatch(rf"{part} \.\.\. \({before} took \d+\.\d s\)", line) for line in lines), part
+    short = r"step (\d+)/60  reward \d\.\d{3}  KL -?\d\.\d{4}  length 4  \d+\.\d\d s  [\d,]+ tokens/s"
+    assert [match[1] for line in lines if (match := re.fullmatch(short, line))] == [str(step) for step in range(1, 61)]
+    assert list(read_logs([tmp_path / "train.log"])["train"]) == list(range(61))
 
     steps = spans_by_step(tmp_path)
     phases, shorter_to_longer, into_next_generation = [], [], []
@@ -84,6 +98,32 @@ def test_the_split_demo_learns_in_time_and_its_pools_overlap(demo: Demo, tmp_pat
         assert sum(link.end_s - link.start_s for link in path) == pytest.approx(wall_s, rel=0.01)
         for lane in lanes(timeline, start_s, end_s).values():
             assert sum(interval.duration_s for interval in lane) == pytest.approx(wall_s, rel=0.01)
+
+
+class Said(Observer):
+    """Keeps the lines and the parts of the start."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_notice(self, line: str) -> None:
+        self.lines.append(line)
+
+    def on_phase(self, what: str) -> None:
+        self.lines.append(what)
+
+
+@pytest.mark.parametrize("save_freq", ["-1", "null", "5"])
+def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
+    save_freq: str, demo: Demo, tmp_path: Path
+) -> None:
+    keys = [f"trainer.save_freq={save_freq}", "ray_kwargs.ray_init.address=127.0.0.1:1", "trainer.n_gpus_per_node=2"]
+    trainer = Trainer(load_config([], small_keys(demo, tmp_path, *keys)))
+    trainer.observer = said = Said()
+    with pytest.raises(PlacementError, match="no Ray cluster answers there"):
+        trainer.run()
+    nothing = ["no checkpoint will be saved (trainer.save_freq=-1)"] if save_freq == "-1" else []
+    assert said.lines == [*nothing, "starting 2 processes"]
 
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"
@@ -150,14 +190,15 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
     reward.write_text(f"def compute_score(*_, **__):\n    open({str(scored)!r}, 'a').write('.')\n    return 0.0\n")
     more.append(f"custom_reward_function.path={reward}")
     keys = small_keys(demo, tmp_path / "run", "algorithm.adv_estimator=remax", *more)
-    run = start(demo, *keys, "trainer.logger=[console]", "trainer.test_freq=-1")
+    run = start(demo, *keys, "trainer.logger=[verl]", "trainer.test_freq=-1", "trainer.save_freq=null")
     assert run.stdout is not None
-    while not run.stdout.readline().startswith("step:1 "):
+    while not run.stdout.readline().startswith("step:1 - "):
         assert run.poll() is None, "it ended before the first step"
     run.stdout.close()
     assert run.wait(timeout=60) == 0
     read = read_run(tmp_path / "run")
     assert list(read.metrics) == [1, 2, 3]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000003"], "the last step"
     assert len(scored.read_text()) == 3 * (16 * 2 + 16)  # two samples and one greedy response for each prompt
     assert all(row["training/num_steps"] == 3 for row in read.metrics.values())
     for step in (1, 2, 3):

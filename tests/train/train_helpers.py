@@ -32,6 +32,7 @@ def small_keys(demo: Demo, folder: Path, *more: str) -> list[str]:
         "actor_rollout_ref.rollout.n=2",
         "trainer.device=cpu",
         "trainer.logger=[]",
+        "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder}",
         *more,
     ]

@@ -198,7 +198,7 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
             with explained(f"{file}: cannot be read", fix), file.open(encoding="utf-8", errors="replace") as lines:
                 runs = parse_log(lines)
         if not any(runs):
-            raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give the console log of a run")
+            raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give a run folder, or its train.log")
         for number, run in enumerate(runs, 1):
             logs[name if len(runs) == 1 else f"{name}, run {number}"] = run
     return logs

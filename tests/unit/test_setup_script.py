@@ -1,0 +1,82 @@
+"""`PYTHON=...` is used or refused by the set-up of the shell scripts, and the set-up shows what it does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OLD = 'import sys; sys.version_info, sys.base_prefix = (3, 9, 2), "/opt/old"; exec(sys.argv[1])'
+MOVED = 'import sys; sys.base_prefix = "/opt/other"; exec(sys.argv[1])'
+
+
+@pytest.fixture
+def checkout(root: Path, tmp_path: Path) -> Path:
+    """What the set-up reads, and a finished .venv of this Python."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(root / name, tmp_path / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    write_python(tmp_path / ".venv" / "bin" / "python", "import sys; exec(sys.argv[1])")
+    stamp = subprocess.check_output("pwd; cat pyproject.toml constraints.txt | cksum", shell=True, cwd=tmp_path)
+    (tmp_path / ".venv" / "stamp").write_bytes(stamp)
+    return tmp_path
+
+
+def write_python(path: Path, code: str) -> str:
+    """An executable that runs `python -c CODE ARGUMENT` if it is called as `path -c ARGUMENT`."""
+    path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$2\"\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def source(checkout: Path, then: str = "echo ready", **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**{name: value for name, value in os.environ.items() if name != "PYTHON"}, **variables}
+    command = ["bash", "-c", f"source scripts/setup.sh; {then}"]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_finished_set_up_is_used_as_it_is_also_with_its_own_python(checkout: Path) -> None:
+    for variables in ({}, {"PYTHON": ""}, {"PYTHON": sys.executable}):
+        ended = source(checkout, **variables)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ready\n", "")
+
+
+def test_a_python_that_cannot_be_used_is_refused_in_one_line(checkout: Path, tmp_path: Path) -> None:
+    old, moved = write_python(tmp_path / "old", OLD), write_python(tmp_path / "moved", MOVED)
+    expected = {
+        "no-such-python": "is not a Python that can be started; give its path, or do not set PYTHON",
+        "/bin/true": "is not a Python that can be started; give its path, or do not set PYTHON",
+        old: "is Python 3.9 of /opt/old; Python 3.11 or 3.12 is needed",
+        moved: f"is Python 3.{sys.version_info[1]} of /opt/other, and .venv was made with Python ",
+    }
+    for python, reason in expected.items():
+        ended = source(checkout, PYTHON=python)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+        assert ended.stderr.startswith(f"error: PYTHON={python}: {reason}")
+        assert (checkout / ".venv" / "stamp").exists(), "a refusal changes nothing"
+
+
+def test_the_chosen_python_is_the_one_that_makes_the_environment(checkout: Path, tmp_path: Path) -> None:
+    chosen = write_python(tmp_path / "chosen", "import sys; exec(sys.argv[1])")
+    assert source(checkout, "find_python", PYTHON=chosen).stdout == f"{chosen}\n"
+
+
+def test_progress_shows_every_tenth_package_and_large_downloads(checkout: Path) -> None:
+    said = [f"Collecting package{number}==1.0 (from rolepool)" for number in range(1, 22)]
+    said.insert(3, "  Downloading torch-2.9-cp312.whl (899.8 MB)")
+    said.insert(3, "  Downloading small-1.whl (1.2 MB)")
+    (checkout / "pip.txt").write_text("\n".join([*said, "Installing collected packages: package1", ""]))
+    ended = source(checkout, "show_progress < pip.txt")
+    assert [line.strip().replace("of about 88", "") for line in ended.stderr.splitlines()] == [
+        "package 1 : package1==1.0",
+        "Downloading torch-2.9-cp312.whl (899.8 MB)",
+        "package 11 : package11==1.0",
+        "package 21 : package21==1.0",
+        "writing 21 packages to disk ...",
+    ]
+    assert (checkout / ".venv" / "setup.log").read_text() == (checkout / "pip.txt").read_text()
