@@ -80,7 +80,8 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
         print(plan_as_json(made, overlaps, estimate, problems, advice))
     else:
         print(plan_as_text(made, overlaps, estimate, advice))
-    print_errors(find_warnings(loaded.config, made, on_cpus=made.device == "cpu"), label="warning: ")
+    on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
+    print_errors(find_warnings(loaded.config, made, on_cpus=on_cpus), label="warning: ")
     print_errors(problems)
     return EXIT_USER_ERROR if problems or (options.strict and estimate.excess) else None
 

@@ -149,7 +149,7 @@ def test_a_validation_of_something_else_does_not_set_a_run_aside(
 ) -> None:
     keys = ["trainer.val_only=true", "trainer.resume_mode=disable", *TOO_MANY_RANKS]
     assert main(["train", *small_keys(demo, used, *STEPS, *keys)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
     assert line.startswith("error: trainer.val_only=true: ") and f"trainer.default_local_dir={used} holds a run" in line
     assert rows_of(used) == rows_of(whole)
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
     newest = used / "checkpoints" / "step_000004"
     shutil.rmtree(newest / "critic")
     assert main(["train", *small_keys(demo, used, *STEPS, *TOO_MANY_RANKS)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
     assert line.startswith(f"error: trainer.resume_mode=auto: the newest checkpoint, {newest}, has no critic; ")
 
 
