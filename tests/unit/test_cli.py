@@ -184,7 +184,8 @@ def test_a_cpu_plan_speaks_of_slots(rolepool: Rolepool) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_plans_without_problems(rolepool: Rolepool, recipe: str) -> None:
+def test_every_recipe_plans_without_problems(rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 8)
     outcome = rolepool("plan", f"recipes/{recipe}", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     assert json.loads(outcome.out)["problems"] == []

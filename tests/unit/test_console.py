@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 
 import pytest
@@ -61,12 +63,17 @@ def test_the_start_is_printed_without_a_terminal_with_the_time_of_each_part(
     assert re.fullmatch(said, capsys.readouterr().out)
 
 
-def test_only_rays_note_that_it_uses_a_token_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_rays_note_that_it_uses_a_token_is_dropped() -> None:
     from ray._private.authentication import authentication_token_setup as ray_tokens
 
     import rolepool.cluster  # noqa: F401 (which sets the filter)
 
-    ray_tokens._warn_token_auth_enabled()
-    ray_tokens._warn_token_auth_disabled()
-    said = capfd.readouterr().err
-    assert "Token authentication is disabled" in said and "Token authentication is enabled" not in said
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)  # Ray's own writes to where standard error was when Ray was imported
+    ray_tokens.logger.addHandler(handler)
+    try:
+        ray_tokens._warn_token_auth_enabled()
+        ray_tokens._warn_token_auth_disabled()
+    finally:
+        ray_tokens.logger.removeHandler(handler)
+    assert written.getvalue().startswith("Token authentication is disabled for this Ray cluster")

@@ -562,7 +562,13 @@ def test_a_model_that_is_not_on_disk_is_unknown_and_the_plan_is_fine(rolepool: C
 
 
 def test_a_pool_with_one_unknown_model_is_unknown_and_the_others_are_not(rolepool: Callable[..., Any]) -> None:
-    split = ("placement.strategy=split", "critic.model.path=no/such-model", "--gpu-memory", "80")
+    split = (
+        "trainer.n_gpus_per_node=8",
+        "placement.strategy=split",
+        "critic.model.path=no/such-model",
+        "--gpu-memory",
+        "80",
+    )
     memory = json.loads(rolepool("plan", QWEN, *split, "--json").out)["memory"]
     assert list(memory["pools"]) == ["actor_rollout_ref_pool"]
     assert memory["unknown"] == {"critic": "no/such-model is not on disk, and plan never downloads"}
@@ -631,7 +637,14 @@ def test_every_piece_of_advice_applied_gives_what_it_says(
 
 
 def test_advice_never_hides_what_does_not_fit_behind_an_unknown_model(rolepool: Callable[..., Any]) -> None:
-    split = ("placement.strategy=split", "critic.model.path=no/such-model", "--gpu-memory", "24", "--json")
+    split = (
+        "trainer.n_gpus_per_node=8",
+        "placement.strategy=split",
+        "critic.model.path=no/such-model",
+        "--gpu-memory",
+        "24",
+        "--json",
+    )
     outcome = rolepool("plan", DEEPSEEK, *split)
     assert excess(outcome) > 0
     assert not [item for item in json.loads(outcome.out)["advice"] if "standard" in item["override"]]

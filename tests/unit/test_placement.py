@@ -21,11 +21,13 @@ from rolepool.placement.roles import ROLE_SPECS
 ACTOR_POOL, CRITIC_POOL = "actor_rollout_ref_pool", "critic_pool"
 WITH_REFERENCE = "actor_rollout_ref.actor.use_kl_loss=true"
 WITH_REWARD_MODEL = "reward_model.enable=true reward_model.model.path=some/model"
+EIGHT = "trainer.n_gpus_per_node=8"
+"""Whatever the machine of the tests has."""
 
 
 def plan_of(overrides: str = "", inventory: str | None = None) -> Plan:
     """The plan of overrides on an inventory that is divided whole, or on what trainer.* asks for."""
-    config = load_config(overrides=overrides.split()).config
+    config = load_config(overrides=[EIGHT, *overrides.split()]).config
     if inventory is None:
         return build_plan(config)
     return build_plan(config, parse_inventory(inventory), take_all=True)
@@ -63,7 +65,7 @@ def slots(plan: Plan, pool: str) -> dict[int, list[int]]:
 
 
 def problems(overrides: str, inventory: str | None = None) -> list[str]:
-    config = load_config(overrides=overrides.split()).config
+    config = load_config(overrides=[EIGHT, *overrides.split()]).config
     plan = build_plan(config) if inventory is None else build_plan(config, parse_inventory(inventory), take_all=True)
     return find_problems(config, plan)
 

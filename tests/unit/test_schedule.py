@@ -25,7 +25,7 @@ def scheduled(words: str = "") -> Schedule:
 
 
 def overlaps(words: str = "") -> list[tuple[str, str]]:
-    config = load_config([], words.split()).config
+    config = load_config([], ["trainer.n_gpus_per_node=8", *words.split()]).config
     return schedule_of(config).overlaps(build_plan(config).roles)
 
 
