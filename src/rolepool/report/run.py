@@ -53,6 +53,13 @@ class Run:
         """What could not be read, in words."""
         return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
+    @property
+    def unit(self) -> str:
+        """What a rank runs on."""
+        is_planned_on_cpu = self.plan is not None and self.plan.device == "cpu"
+        on_gpu = not self.spans or any(recorded.span.device != "cpu" for recorded in self.spans)
+        return "GPU" if on_gpu and not is_planned_on_cpu else "CPU slot"
+
     def read_new(self) -> None:
         """Read what was written since the last call."""
         found: list[list[Any]] = []
