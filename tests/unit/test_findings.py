@@ -213,17 +213,17 @@ def test_one_pool_is_told_what_two_would_bring_and_under_which_assumption() -> N
     half the GPUs and twice the time that is 20 s."""
     (found,) = findings_of(make_one_pool_run())
     assert found.text == (
-        "All roles are in one pool, so their operations ran one after another. In two pools a step would take 10 s "
-        "instead of 12 s if operations took as long on 2 and 2 GPUs as on 4, and 20 s if they took twice as long on "
-        "half of the GPUs. Two pools are faster below about 1.2 times as long (an estimate: the recorded calls, "
-        "replayed in two pools)."
+        "All roles are in one pool, so operations ran one after another. In two pools a step would take 10 s instead "
+        "of 12 s if operations took as long on 2 and 2 GPUs as on 4, and 20 s if they took twice as long on half of "
+        "them. Two pools are faster if that factor is below 1.2 (an estimate: the recorded calls, replayed in two "
+        "pools)."
     )
     assert (found.overrides, found.gain_s) == (("placement.strategy=split",), pytest.approx(2.0))
 
 
 def test_two_pools_would_share_a_single_slot_and_a_cpu_run_hears_nothing_of_gpus() -> None:
     (found,) = findings_of(make_one_pool_run(("trainer.n_gpus_per_node=1",), device="cpu"))
-    assert "if two operations that run at the same time on the CPU slot took as long as each" in found.text
+    assert "if operations that share the CPU slot took as long as each alone" in found.text
     assert "GPU" not in found.text
     assert found.overrides == ("placement.strategy=split placement.split.share=0.5",)
 

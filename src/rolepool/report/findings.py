@@ -30,7 +30,7 @@ from rolepool.metrics.spans import (
 )
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
 from rolepool.report.run import Run, value_at
 
@@ -118,9 +118,7 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     return Summary(steps, step_s, num_ranks, pools_s, path_s, saved_s)
 
 
-def replayed_step_s(
-    grouped: SpansByStep, scales: Mapping[str, float], homes: Mapping[str, str] | None = None
-) -> float | None:
+def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float], homes: Mapping[Role, str] = {}) -> float | None:
     """Duration of a step if each call of a pool took `scales[pool]` times as long; None if there are too few steps.
     `homes` moves roles to other pools, by name.
 
@@ -139,7 +137,7 @@ def replayed_step_s(
     starts: dict[int, float] = {}
     for (_, number, recorded_pool), ranks in sorted(calls.items()):
         step, operation, span = ranks[0]
-        pool = (homes or {}).get(span.role, recorded_pool)
+        pool = homes.get(Role(span.role), recorded_pool)
         start = max(free[pool], free[DRIVER], *(ends.get(call, 0.0) for call in span.after))
         if operation == "gen":
             starts.setdefault(step, start)
@@ -211,10 +209,10 @@ def _periods(run: Run) -> list[Period]:
         tokens = [run.metrics.get(step, {}).get("perf/total_num_tokens", 1.0) for step in chosen]
         ranges = [[bisect_left(times_s, time_s) for time_s in bounds[step]] for step in chosen]
         percents = [percent for first, last in ranges for each in samples[first:last] for percent in _percents(each)]
-        busy = sum(busy_s[step] for step in chosen) / sum(lengths_s)
-        if len(percents) >= MIN_SAMPLES and busy and all(tokens):
+        busy = sum(busy_s[step] for step in chosen)
+        if percents and busy and min(*tokens, *lengths_s) > 0:
             token_s = median(length_s / number for length_s, number in zip(lengths_s, tokens, strict=True))
-            periods.append(Period(chosen, median(lengths_s), token_s, fmean(percents) / busy))
+            periods.append(Period(chosen, median(lengths_s), token_s, fmean(percents) * sum(lengths_s) / busy))
     return periods
 
 
@@ -232,36 +230,30 @@ def _one_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Find
     the number of ranks falls. The spans of one pool do not tell which of the two is nearer."""
     if run.plan is None or len(run.plan.pools) != 1:
         return
-    (ranks,) = (pool.world_size for pool in run.plan.pools.values())
-    keys = {} if ranks > 1 else {"share": 0.5}
-    plan, problem = _split_plan(run, keys)
+    ranks = next(iter(run.plan.pools.values())).world_size
+    plan, problem = _split_plan(run, {} if ranks > 1 else {"share": 0.5})
     now_s = replayed_step_s(grouped, {})
     if plan is None or not now_s:
         return
     scales = {name: ranks / pool.world_size for name, pool in plan.pools.items()}
-    same_s, scaled_s = (
-        (replayed_step_s(grouped, times, plan.roles) or now_s) / now_s * summary.step_s for times in ({}, scales)
-    )
+    replayed_s = [replayed_step_s(grouped, factors, plan.roles) or now_s for factors in ({}, scales)]
+    same_s, scaled_s = (step_s / now_s * summary.step_s for step_s in replayed_s)
     gain_s = summary.step_s - same_s
     if gain_s <= SAVED * summary.step_s:
         return
-    text = "All roles are in one pool, so their operations ran one after another. In two pools a step would take "
-    text += f"{duration(same_s)} instead of {duration(summary.step_s)} "
+    text = "All roles are in one pool, so operations ran one after another. In two pools a step would take "
+    text += f"{duration(same_s)} instead of {duration(summary.step_s)} if operations "
     if ranks > 1:
         sizes = " and ".join(str(pool.world_size) for pool in plan.pools.values())
         limit = 1 + gain_s / max(scaled_s - same_s, gain_s / ranks)
-        text += (
-            f"if operations took as long on {sizes} {run.unit}s as on {ranks}, and {duration(scaled_s)} if they took "
-        )
-        text += f"twice as long on half of the {run.unit}s. Two pools are faster below about {limit:.2g} times as long"
+        text += f"took as long on {sizes} {run.unit}s as on {ranks}, and {duration(scaled_s)} if they took twice as "
+        text += f"long on half of them. Two pools are faster if that factor is below {limit:.2g}"
     else:
-        text += f"if two operations that run at the same time on the {run.unit} took as long as each of them alone. "
-        text += f"Nothing is gained if one operation already uses all of the {run.unit}"
+        text += f"that share the {run.unit} took as long as each alone. Nothing is gained if one of them uses all of it"
     text += " (an estimate: the recorded calls, replayed in two pools)."
     text += f" Another change is needed as well: {problem}." if problem else ""
-    numbers = {"step_s": summary.step_s, "estimated_step_s": same_s}
-    override = " ".join(["placement.strategy=split", *(f"placement.split.{key}={keys[key]}" for key in keys)])
-    yield Finding(text, numbers, (override,), gain_s)
+    override = "placement.strategy=split" + ("" if ranks > 1 else " placement.split.share=0.5")
+    yield Finding(text, {"step_s": summary.step_s, "estimated_step_s": same_s}, (override,), gain_s)
 
 
 def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
@@ -287,8 +279,8 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
         text = f"{observation}. With {override} a step would take about {duration(estimate_s)} instead of "
         text += f"{duration(summary.step_s)} (an estimate: the measured spans, scaled linearly)."
         text += f" Another change is needed as well: {problem}." if problem else ""
-        estimated = {**numbers, "estimated_step_s": estimate_s}
-        yield Finding(text, estimated, (override,), summary.step_s - estimate_s)
+        numbers["estimated_step_s"] = estimate_s
+        yield Finding(text, numbers, (override,), summary.step_s - estimate_s)
         return
     # If all ranks are used all the time and operations scale linearly, the idle ranks' time is gained.
     sizes = {pool: run.plan.pools[pool].world_size for pool in idle_fractions}

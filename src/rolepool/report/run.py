@@ -56,9 +56,8 @@ class Run:
     @property
     def unit(self) -> str:
         """What a rank runs on."""
-        is_planned_on_cpu = self.plan is not None and self.plan.device == "cpu"
-        on_gpu = not self.spans or any(recorded.span.device != "cpu" for recorded in self.spans)
-        return "GPU" if on_gpu and not is_planned_on_cpu else "CPU slot"
+        planned = "" if self.plan is None else self.plan.device
+        return "CPU slot" if ({recorded.span.device for recorded in self.spans} or {planned}) == {"cpu"} else "GPU"
 
     def read_new(self) -> None:
         """Read what was written since the last call."""

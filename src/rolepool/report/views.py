@@ -54,8 +54,7 @@ def page_data(run: Run) -> dict[str, Any]:
     """Everything on the page."""
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
-    breakdown = _breakdown(run.metrics)
-    timed = {series["name"] for series in breakdown["series"][1:]}
+    timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
     operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
     chosen = _choose_steps(grouped, bounds)
     return {
@@ -72,7 +71,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "pools": {pool: [(*what, s) for what, s in times_s.items()] for pool, times_s in summary.pools_s.items()},
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
         "windows": [{"why": why, **_window(grouped, bounds, steps, operations)} for why, steps in chosen.items()],
-        "breakdown": breakdown,
+        "breakdown": _breakdown(run.metrics),
         "usage": _monitored(run.monitor),
         "curves": list(_curves(run.metrics)),
         "plan": run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {},
