@@ -1,18 +1,39 @@
-"""CPU seconds to explain where the time of a long run went: every step's lanes, critical path and metrics.
+"""CPU seconds to explain where the time of a long run went: every step's lanes, critical path and metrics. Also the
+size of the report's page, and the seconds to read the run, to write the page, and to open it if chromium is installed.
 
     python benchmarks/analysis_speed.py [--steps 10000] [--ranks 16]
 
 The spans are made up: two pools of half the ranks each, 8 calls a step on every rank, with jitter. Goal: 20 s for
-10,000 steps on 16 ranks.
+10,000 steps on 16 ranks; a page of less than 1 MB that opens in less than 1 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import re
+import shutil
+import subprocess
+import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
-from rolepool.metrics.spans import DRIVER, Recorded, Span, Timeline, critical_path, lanes, step_bounds, step_metrics
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.metrics.spans import (
+    DRIVER,
+    Recorded,
+    Span,
+    Timeline,
+    critical_path,
+    lanes,
+    operation_times,
+    step_bounds,
+    step_metrics,
+)
+from rolepool.report.run import read_run
+from rolepool.report.views import render
 
 HAND_OVER_S = 0.002
 
@@ -57,6 +78,47 @@ class MadeUpRun:
         self.call(number, "update_weights", "actor_pool", 0.1)
 
 
+def write_run(spans: list[Recorded], bounds: Mapping[int, tuple[float, float]], folder: Path) -> None:
+    """A run folder with these spans, the metrics on the page, and a sample of each rank every second."""
+    run = RunFolder(folder)
+    run.add_spans(spans)
+    by_step: dict[int, list[Recorded]] = {}
+    for recorded in spans:
+        by_step.setdefault(recorded.step, []).append(recorded)
+    for step, (start_s, end_s) in bounds.items():
+        curves = {
+            name: random.random() for name in ("critic/score/mean", "actor/ppo_kl", "actor/pg_loss", "actor/entropy")
+        }
+        row = {**curves, **operation_times(by_step[step]), "timing_s/step": end_s - start_s, "perf/throughput": 1000.0}
+        run.add_metrics(step, row)
+    ranks = sorted({(recorded.span.pool, recorded.span.rank) for recorded in spans})
+    process = {"pid": 1, "roles": [], "cpu_percent": 90.0, "memory_bytes": 2**30}
+    processes = [{**process, "pool": pool, "rank": rank} for pool, rank in ranks if pool != DRIVER]
+    with (folder / "monitor.jsonl").open("w", encoding="utf-8") as file:
+        for second in range(int(max(end_s for _, end_s in bounds.values()))):
+            sample = {"time_s": float(second), "node": "node0", "gpus": [], "processes": processes}
+            file.write(json.dumps(sample) + "\n")
+
+
+def measure_page(folder: Path) -> None:
+    """Print what the page of a run weighs, and how long reading, writing and opening take."""
+    begin = time.process_time()
+    run = read_run(folder)
+    read_s = time.process_time() - begin
+    page = folder / "report.html"
+    begin = time.process_time()
+    page.write_text(render(run), encoding="utf-8")
+    print(f"read the run   {read_s:7.2f} s")
+    print(f"write the page {time.process_time() - begin:7.2f} s, {page.stat().st_size / 1e6:.2f} MB")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is not None:
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+        command = [chromium, *options, "--dump-dom", page.as_uri()]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        (ready_ms,) = re.findall(r'data-ready-ms="(\d+)"', shown)
+        print(f"open the page  {int(ready_ms) / 1000:7.2f} s (wall clock, until all is drawn)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
@@ -76,6 +138,9 @@ def main() -> None:
             explain(timeline, start_s, end_s)
         print(f"{explain.__name__:14} {time.process_time() - previous:7.2f} s")
     print(f"all            {time.process_time() - begin:7.2f} s (goal: 20 s for 10,000 steps on 16 ranks)")
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(run.spans, bounds, Path(folder))
+        measure_page(Path(folder))
 
 
 if __name__ == "__main__":

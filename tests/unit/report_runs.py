@@ -62,7 +62,9 @@ def make_run(
             for rank in range(num_ranks):
                 end = start + duration + (late or {}).get((operation, rank), 0.0)
                 after = tuple(call for call, _ in given)
-                span = Span(pool, "role", rank, operation, driver_s, start, end, call=number, after=after)
+                device = "cpu" if pool == DRIVER else f"cuda:{rank}"
+                times = (driver_s, start, end)
+                span = Span(pool, "role", rank, operation, *times, device=device, call=number, after=after)
                 spans.append(Recorded(step, operation, span))
                 call_end = max(call_end, end)
             free[pool], ends[operation] = call_end, (number, call_end)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_runs import make_long_run, make_run
+from report_runs import ACTOR, make_long_run, make_run
 from test_report import HOSTILE, make_hostile
 
 from rolepool.report.views import page_data, render
@@ -26,6 +28,56 @@ chart.dispatchEvent(new PointerEvent("pointermove", at));
 </script></body>"""
 FAIL = "<script>document.nothing.fails()</script></body>"
 
+USE_THE_BUTTONS = """<script>
+const chooser = document.querySelector("select"), shown = [chooser.selectedOptions[0].textContent];
+for (const words of ["Next step ›", "‹ Previous step", "‹ Previous step"]) {
+  [...document.querySelectorAll("button")].find((one) => one.textContent === words).click();
+  const box = document.getElementById("timeline").getBoundingClientRect();
+  const at = {clientX: box.left + 205, clientY: box.top + 30, bubbles: true};
+  document.getElementById("timeline").dispatchEvent(new PointerEvent("pointermove", at));
+  shown.push(document.getElementById("tip").textContent.split("\\n")[0]);
+}
+document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: shown.join(", ")}));
+</script></body>"""
+
+MEASURE = """<script>
+const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+function luminance(color) {
+  const linear = (value) => (value <= 10 ? value / 3295 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = channels(color).map(linear);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+}
+function contrast(one, other) {
+  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+function background(one) {
+  const color = one.ownerDocument.defaultView.getComputedStyle(one).backgroundColor;
+  return channels(color)[3] === 0 ? background(one.parentElement) : color;
+}
+function measure(frame) {
+  const shown = frame.contentDocument, view = frame.contentWindow, root = shown.documentElement;
+  const all = (selector) => [...shown.querySelectorAll(selector)];
+  const widthOf = (one) => one.getBoundingClientRect().width;
+  const hasText = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  const texts = all("main *").filter((one) => hasText(one) && one.getClientRects().length && one.tagName !== "OPTION");
+  const colorOf = (one) => view.getComputedStyle(one)[one.tagName === "text" ? "fill" : "color"];
+  const pixels = (chart) => chart.getContext("2d").getImageData(0, 0, chart.width, chart.height).data.buffer;
+  const contrasts = texts.map((one) => [contrast(colorOf(one), background(one)), one.textContent]);
+  return {
+    width: view.innerWidth, overflow: root.scrollWidth - root.clientWidth,
+    page: view.getComputedStyle(shown.body).backgroundColor,
+    errors: shown.getElementById("errors").textContent,
+    bars: all(".bar").map(widthOf), parts: all(".bar i").map(widthOf), pictures: all("canvas, svg").map(widthOf),
+    colors: all("canvas").map((chart) => new Set(new Uint32Array(pixels(chart))).size),
+    texts: texts.length, faint: contrasts.filter(([ratio]) => ratio < 4.5),
+  };
+}
+addEventListener("load", () => {
+  document.getElementById("result").textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(measure));
+});
+</script></body>"""
+
 Open = Callable[..., str]
 
 
@@ -33,7 +85,7 @@ Open = Callable[..., str]
 def open_page(tmp_path: Path) -> Open:
     """The page's elements after its scripts have run, as text; `more` goes to the end of its body."""
 
-    def call(page: str, more: str = "</body>") -> str:
+    def call(page: str, more: str = "</body>", *further_options: str) -> str:
         file = tmp_path / "report.html"
         file.write_text(page.replace("</body>", more), encoding="utf-8")
         profile = f"--user-data-dir={tmp_path / 'profile'}"
@@ -43,6 +95,7 @@ def open_page(tmp_path: Path) -> Open:
             "--disable-gpu",
             "--virtual-time-budget=5000",
             profile,
+            *further_options,
             "--dump-dom",
         ]
         ended = subprocess.run(
@@ -69,7 +122,7 @@ def test_the_page_draws_findings_charts_and_tables_without_an_error(open_page: O
     assert errors_in(elements) == ""
     for finding in page_data(run)["findings"]:
         assert html.escape(finding["text"], quote=False) in elements
-        assert all(f'<code class="chip">{key}</code>' in elements for key in finding["keys"])
+        assert all(f'title="click to copy">{override}</code>' in elements for override in finding["overrides"])
     for title in (
         "Timeline",
         "Where each pool's time went",
@@ -100,8 +153,57 @@ def test_hostile_text_is_shown_and_not_run(open_page: Open) -> None:
 def test_hovering_tells_what_a_rank_did_and_waited_for(open_page: Open) -> None:
     elements = open_page(render(make_run()), USE_THE_MOUSE)
     (tip,) = re.findall(r'<div id="tip".*?>(.*?)</div>', elements, flags=re.DOTALL)
-    assert tip.splitlines()[:3] == ["gen · step 1", "actor_rollout_ref_pool rank 0", "start 0 s · took 4 s"]
+    assert tip.splitlines()[:3] == ["gen · step 4", "actor_rollout_ref_pool rank 0", "start 0 s · took 4 s"]
     assert errors_in(elements) == ""
+
+
+def test_the_page_opens_on_the_median_step_and_others_can_be_seen(open_page: Open) -> None:
+    elements = open_page(render(make_run()), USE_THE_BUTTONS)
+    assert '<pre id="shown">step 4 (median), gen · step 5, gen · step 4, gen · step 3</pre>' in elements
+    assert errors_in(elements) == ""
+
+
+@pytest.fixture
+def measure(open_page: Open) -> Callable[..., list[dict[str, Any]]]:
+    """What a browser shows of pages in frames of 1,400 and 420 pixels. (A window cannot be as narrow as a phone.)"""
+
+    def call(pages: list[str], scheme: str) -> list[dict[str, Any]]:
+        frames = [
+            f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{html.escape(page)}"></iframe>'
+            for page in pages
+            for width in (1400, 420)
+        ]
+        setting = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
+        elements = open_page(f"<body>{''.join(frames)}<pre id='result'></pre></body>", MEASURE, setting)
+        (found,) = re.findall(r'<pre id="result">(.*?)</pre>', elements, flags=re.DOTALL)
+        return json.loads(html.unescape(found))  # type: ignore[no-any-return]
+
+    return call
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_wide_and_narrow_in_light_and_dark_every_bar_has_a_width_and_all_text_is_readable(
+    measure: Callable[..., list[dict[str, Any]]], scheme: str
+) -> None:
+    gpu = {"index": 0, "utilization": 90.0, "memory_bytes": 79 * 2**30, "memory_total_bytes": 80 * 2**30}
+    samples = [
+        {"time_s": 1000.0 + second, "node": "n", "gpus": [{**gpu, "power_w": 1.0, "pools": [ACTOR]}], "processes": []}
+        for second in range(9)
+    ]
+    plain = make_run(late={("gen", 1): 2.0}, seconds={"adv": 2.5}, monitor=samples)
+    found = measure([render(plain), render(make_hostile(plain))], scheme)
+    assert [page["width"] for page in found] == [1400, 420] * 2
+    for page in found:
+        assert page["errors"] == ""
+        assert page["overflow"] <= 0
+        assert (page["page"] == "rgb(246, 247, 249)") == (scheme == "light")
+        assert len(page["bars"]) >= 7
+        assert min(page["bars"]) > 200
+        assert min(page["parts"]) >= 1
+        assert min(page["pictures"]) > 300
+        assert min(page["colors"]) > 5  # something is drawn on every canvas
+        assert page["texts"] > 60
+        assert page["faint"] == []
 
 
 def test_a_run_without_anything_makes_a_page_without_an_error(open_page: Open) -> None:
@@ -114,5 +216,5 @@ def test_a_run_without_anything_makes_a_page_without_an_error(open_page: Open) -
 def test_ten_thousand_steps_of_sixteen_ranks_open_in_five_seconds(open_page: Open) -> None:
     elements = open_page(render(make_long_run()))
     assert errors_in(elements) == ""
-    assert re.search(r"The timeline shows 1[0-2] of 10000 steps", elements)
+    assert re.search(r"The page contains 1[0-2] of 10000 steps", elements)
     assert load_time_s(elements) < 5

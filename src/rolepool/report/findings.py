@@ -1,23 +1,36 @@
 """Findings: what a run's numbers mean, in plain words, and which key to change.
 
 Owns the averages over the steps of a run (where each pool's time went, and the critical path), which are also on the
-page, and the thresholds above which something is reported. Every finding includes the numbers it is based on.
+page, and the thresholds above which something is reported. Every finding includes the numbers it is based on. Also owns
+the sign of other programs on the machine, which `compare` asks for.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError, one_line
-from rolepool.metrics.spans import DRIVER, Recorded, Timeline, critical_path, lanes, step_metrics
+from rolepool.metrics.sampling import Sample
+from rolepool.metrics.spans import (
+    BETWEEN_STEPS,
+    DRIVER,
+    RULE_POOL,
+    Recorded,
+    Timeline,
+    critical_path,
+    lanes,
+    step_bounds,
+    step_metrics,
+)
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
 from rolepool.report.run import Run, value_at
 
@@ -28,6 +41,11 @@ MAX_REPLAYED_STEPS = 12
 IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
 """Thresholds, as fractions of a step. A change is suggested only if it saves more than the last one."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
+
+MAX_PERIODS, MIN_STEPS, MIN_SAMPLES = 10, 3, 5
+"""Periods that are compared to find outside load, and the steps and samples that each needs."""
+SLOWER, LESS_USE = 1.2, 0.85
+"""Outside load: a period is this much slower than the fastest one, and uses less than this part of its utilization."""
 
 SpansByStep = Mapping[int, Sequence[Recorded]]
 
@@ -48,11 +66,23 @@ class Summary(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A sentence or two, the numbers in it, and the keys to change, with a value if the numbers give one."""
+    """A sentence or two, and the numbers in it."""
 
     text: str
     numbers: dict[str, float]
-    keys: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    """What to change: alternatives, each to be copied into the command of the next run."""
+    gain_s: float = 0.0
+    """Seconds per step that the change saves at most; 0 if the spans do not tell."""
+
+
+class Period(NamedTuple):
+    """Consecutive steps: their median duration, median seconds per token, and utilization (%) while ranks are busy."""
+
+    steps: list[int]
+    step_s: float
+    token_s: float
+    use: float
 
 
 def by_step(spans: Sequence[Recorded]) -> SpansByStep:
@@ -88,8 +118,9 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     return Summary(steps, step_s, num_ranks, pools_s, path_s, saved_s)
 
 
-def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float]) -> float | None:
+def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float], homes: Mapping[Role, str] = {}) -> float | None:
     """Duration of a step if each call of a pool took `scales[pool]` times as long; None if there are too few steps.
+    `homes` moves roles to other pools, by name.
 
     Replays the recorded calls. Each starts as early as it can: after the earlier calls of its pool, after the calls
     whose results are its inputs, and after the driver.
@@ -104,8 +135,9 @@ def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float]) -> float 
     ends: dict[int, float] = {}
     free: dict[str, float] = defaultdict(float)
     starts: dict[int, float] = {}
-    for (_, number, pool), ranks in sorted(calls.items()):
+    for (_, number, recorded_pool), ranks in sorted(calls.items()):
         step, operation, span = ranks[0]
+        pool = homes.get(Role(span.role), recorded_pool)
         start = max(free[pool], free[DRIVER], *(ends.get(call, 0.0) for call in span.after))
         if operation == "gen":
             starts.setdefault(step, start)
@@ -116,15 +148,112 @@ def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float]) -> float 
 
 
 def find(run: Run, summary: Summary, grouped: SpansByStep) -> list[Finding]:
-    """All findings about a run."""
+    """All findings about a run: first what makes its times doubtful, then by the seconds that can be gained."""
     if not summary.steps:
         return []
-    found = [*_idle_pool(run, summary, grouped), *_imbalance(run, summary), *_hand_overs(summary), *_memory(run)]
+    found = [*_one_pool(run, summary, grouped), *_idle_pool(run, summary, grouped), *_imbalance(run, summary)]
+    found += [*_hand_overs(run, summary), *_memory(run)]
     saved_s, step_s = summary.saved_s, summary.step_s
     if saved_s > SAVED * step_s:
-        text = f"Pools that worked at the same time saved {saved_s:.3g} s per step; a step took {step_s:.3g} s."
-        found.append(Finding(text, {"saved_s": saved_s, "step_s": step_s}, ("placement.strategy",)))
-    return found
+        text = f"Pools that worked at the same time saved {duration(saved_s)} per step; a step took {duration(step_s)}."
+        found.append(Finding(text, {"saved_s": saved_s, "step_s": step_s}))
+    found.sort(key=lambda finding: -finding.gain_s)
+    disturbed = outside_load(run)
+    return [Finding(disturbed, {"step_s": step_s}), *found] if disturbed else found
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a unit that needs no exponent."""
+    for unit, size in {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}.items():
+        if seconds >= size * (2 if size > 1 else 1):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"
+
+
+# Other programs on the machine
+
+
+def outside_load(run: Run) -> str | None:
+    """What shows that other programs slowed a part of the run down; None if nothing does.
+
+    A run that slows down by itself, because its responses grow or its ranks wait for each other, does as much as before
+    in each second in which it is busy. If another program takes the processors, it does less.
+    """
+    periods = _periods(run)
+    if not periods:
+        return None
+    fast, slow = (choose(periods, key=lambda period: period.token_s) for choose in (min, max))
+    if slow.token_s < SLOWER * fast.token_s or slow.use > LESS_USE * fast.use:
+        return None
+    text = f"Outside load: steps {slow.steps[0]} to {slow.steps[-1]} took {duration(slow.step_s)} each, "
+    text += f"{slow.token_s / fast.token_s:.1f} times as long per token as steps {fast.steps[0]} to {fast.steps[-1]}, "
+    text += f"while utilization fell from {fast.use:.0f}% to {slow.use:.0f}%. Other programs used the machine; this is "
+    return text + "not a property of the run. Repeat the run on an idle machine before you compare its times."
+
+
+def _periods(run: Run) -> list[Period]:
+    """Consecutive parts of the run, without its first step; none if it is too short, or without samples."""
+    bounds = step_bounds(run.spans)
+    steps, samples = sorted(bounds)[1:], sorted(run.monitor, key=lambda sample: sample["time_s"])
+    times_s = [sample["time_s"] for sample in samples]
+    of_pools = [one for one in run.spans if one.span.pool not in (DRIVER, RULE_POOL)]
+    num_ranks = len({(one.span.pool, one.span.rank) for one in of_pools})
+    busy_s: dict[int, float] = defaultdict(float)
+    for step, _, span in (one for one in of_pools if one.operation not in BETWEEN_STEPS):
+        busy_s[step] += span.duration_s / num_ranks
+    count = min(MAX_PERIODS, len(steps) // MIN_STEPS, len(samples) // MIN_SAMPLES)
+    periods = []
+    for index in range(count):
+        chosen = steps[len(steps) * index // count : len(steps) * (index + 1) // count]
+        lengths_s = [bounds[step][1] - bounds[step][0] for step in chosen]
+        tokens = [run.metrics.get(step, {}).get("perf/total_num_tokens", 1.0) for step in chosen]
+        ranges = [[bisect_left(times_s, time_s) for time_s in bounds[step]] for step in chosen]
+        percents = [percent for first, last in ranges for each in samples[first:last] for percent in _percents(each)]
+        busy = sum(busy_s[step] for step in chosen)
+        if percents and busy and min(*tokens, *lengths_s) > 0:
+            token_s = median(length_s / number for length_s, number in zip(lengths_s, tokens, strict=True))
+            periods.append(Period(chosen, median(lengths_s), token_s, fmean(percents) * sum(lengths_s) / busy))
+    return periods
+
+
+def _percents(sample: Sample) -> list[float]:
+    """The utilization of each GPU, or of each process of a pool if there is no GPU."""
+    of_processes = [one["cpu_percent"] for one in sample["processes"] if one["pool"] != RULE_POOL]
+    return [gpu["utilization"] for gpu in sample["gpus"]] or of_processes
+
+
+# Findings about the placement
+
+
+def _one_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
+    """What two pools would bring, if each operation of a pool took as long there as it did, and if its time grew as
+    the number of ranks falls. The spans of one pool do not tell which of the two is nearer."""
+    if run.plan is None or len(run.plan.pools) != 1:
+        return
+    ranks = next(iter(run.plan.pools.values())).world_size
+    plan, problem = _split_plan(run, {} if ranks > 1 else {"share": 0.5})
+    now_s = replayed_step_s(grouped, {})
+    if plan is None or not now_s:
+        return
+    scales = {name: ranks / pool.world_size for name, pool in plan.pools.items()}
+    replayed_s = [replayed_step_s(grouped, factors, plan.roles) or now_s for factors in ({}, scales)]
+    same_s, scaled_s = (step_s / now_s * summary.step_s for step_s in replayed_s)
+    gain_s = summary.step_s - same_s
+    if gain_s <= SAVED * summary.step_s:
+        return
+    text = "All roles are in one pool, so operations ran one after another. In two pools a step would take "
+    text += f"{duration(same_s)} instead of {duration(summary.step_s)} if operations "
+    if ranks > 1:
+        sizes = " and ".join(str(pool.world_size) for pool in plan.pools.values())
+        limit = 1 + gain_s / max(scaled_s - same_s, gain_s / ranks)
+        text += f"took as long on {sizes} {run.unit}s as on {ranks}, and {duration(scaled_s)} if they took twice as "
+        text += f"long on half of them. Two pools are faster if that factor is below {limit:.2g}"
+    else:
+        text += f"that share the {run.unit} took as long as each alone. Nothing is gained if one of them uses all of it"
+    text += " (an estimate: the recorded calls, replayed in two pools)."
+    text += f" Another change is needed as well: {problem}." if problem else ""
+    override = "placement.strategy=split" + ("" if ranks > 1 else " placement.split.share=0.5")
+    yield Finding(text, {"step_s": summary.step_s, "estimated_step_s": same_s}, (override,), gain_s)
 
 
 def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
@@ -143,21 +272,29 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
     shorter = [split for split in then_s if then_s[split] < now_s * (1 - SAVED)]
     if shorter:
         # A split that needs no other change is better than one that does.
-        problems = {split: _problem_with(run, *split) for split in shorter}
+        problems = {split: _split_plan(run, dict([split]))[1] for split in shorter}
         best = min(shorter, key=lambda split: (bool(problems[split]), then_s[split]))
         problem, estimate_s = problems[best], then_s[best] / now_s * summary.step_s
         override = f"placement.split.{best[0]}={best[1]}"
-        text = f"{observation}. With {override} a step would take about {estimate_s:.3g} s instead of "
-        text += f"{summary.step_s:.3g} s (an estimate: the measured spans, scaled linearly)."
+        text = f"{observation}. With {override} a step would take about {duration(estimate_s)} instead of "
+        text += f"{duration(summary.step_s)} (an estimate: the measured spans, scaled linearly)."
         text += f" Another change is needed as well: {problem}." if problem else ""
-        yield Finding(text, {**numbers, "estimated_step_s": estimate_s}, (override,))
-    elif run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
-        text = f"{observation}, and no other split of these GPUs makes a step shorter (an estimate: the measured "
-        text += "spans, scaled linearly). One pool for all roles leaves no GPU idle; pools that share GPUs use each "
-        text += "other's gaps."
-        yield Finding(text, numbers, ("placement.strategy=standard", "placement.split.share=0.5"))
+        numbers["estimated_step_s"] = estimate_s
+        yield Finding(text, numbers, (override,), summary.step_s - estimate_s)
+        return
+    # If all ranks are used all the time and operations scale linearly, the idle ranks' time is gained.
+    sizes = {pool: run.plan.pools[pool].world_size for pool in idle_fractions}
+    gain_s = sum(idle_fractions[pool] * sizes[pool] for pool in sizes) / sum(sizes.values()) * summary.step_s
+    if run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
+        text = f"{observation}, and no other split of these {run.unit}s makes a step shorter (an estimate: the "
+        text += f"measured spans, scaled linearly). One pool for all roles leaves no {run.unit} idle; pools that share "
+        text += f"{run.unit}s use each other's gaps."
+        yield Finding(text, numbers, ("placement.strategy=standard", "placement.split.share=0.5"), gain_s)
     else:
-        yield Finding(f"{observation}: give it fewer GPUs or one more role.", numbers, ("placement.pools",))
+        smaller = [max(1, number // 2) for number in run.plan.pools[name].per_node]
+        override = f"placement.pools.{name}={smaller}".replace(" ", "")
+        text = f"{observation}: give it fewer {run.unit}s or one more role."
+        yield Finding(text, numbers, (override,) if sizes[name] > sum(smaller) else (), gain_s)
 
 
 def _other_splits(plan: Plan) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
@@ -177,15 +314,30 @@ def _other_splits(plan: Plan) -> Iterator[tuple[tuple[str, int], dict[str, float
             yield (key, new), {ACTOR_POOL: mine / new, CRITIC_POOL: rest / (mine + rest - new)}
 
 
-def _problem_with(run: Run, key: str, value: int) -> str:
-    """The first problem that `rolepool plan` would report with this value in `placement.split`; "" if there is none."""
+def _split_plan(run: Run, keys: Mapping[str, float]) -> tuple[Plan | None, str]:
+    """The plan of the strategy `split` with these keys of `placement.split`, None if there is no such plan; and the
+    first problem that `rolepool plan` would report, "" if there is none."""
+    plan = None
     try:
         changed = Config.model_validate(run.config).model_dump()
-        changed["placement"]["split"][key] = value
+        changed["placement"]["strategy"] = "split"
+        changed["placement"]["split"].update(keys)
         config = Config.model_validate(changed)
-        return next(iter(find_problems(config, build_plan(config))), "")
+        plan = build_plan(config)
+        return plan, next(iter(find_problems(config, plan)), "")
     except (ValidationError, RolepoolError) as error:
-        return one_line(error)
+        return plan, one_line(error)
+
+
+# Findings about batches and memory
+
+
+def _scaled(run: Run, key: str, factor: float) -> str:
+    """The override that multiplies a key's value; the key alone if its value is not a number."""
+    value = value_at(run.config, key)
+    if isinstance(value, int):
+        return f"{key}={max(1, int(value * factor))}"
+    return f"{key}={min(0.9, value * factor):.2g}" if isinstance(value, float) else key
 
 
 def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
@@ -197,25 +349,29 @@ def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
                 continue
             # The key that balances the ranks and is not set yet. Response lengths are not known before generation, so
             # they cannot be balanced.
-            key, batched = "data.max_response_length", OPERATIONS.get(operation)
+            override, batched = _scaled(run, "data.max_response_length", 0.5), OPERATIONS.get(operation)
             if batched is not None and batched.micro_batch is not None:
                 balancing = ("trainer.balance_batch", batched.micro_batch.by_tokens)
                 unset = [f"{name}=true" for name in balancing if value_at(run.config, name) is False]
-                key = [*unset, "data.train_batch_size"][0]
+                override = [*unset, _scaled(run, "data.train_batch_size", 2)][0]
             text = f"In {operation} the other {f'{others} ranks' if others > 1 else 'rank'} of {pool} waited "
-            text += f"{waited_s:.3g} s per step ({waited_s / summary.step_s:.0%}) for the slowest rank."
-            yield Finding(text, {"waited_s": waited_s, "step_s": summary.step_s}, (key,))
+            text += f"{duration(waited_s)} per step ({waited_s / summary.step_s:.0%}) for the slowest rank."
+            # Equal ranks would end together at their mean, which shortens the step if it waits for this operation.
+            gain_s = min(mean_s, summary.path_s.get((pool, operation), 0.0))
+            yield Finding(text, {"waited_s": waited_s, "step_s": summary.step_s}, (override,), gain_s)
 
 
-def _hand_overs(summary: Summary) -> Iterator[Finding]:
+def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
     handed_s = summary.path_s.get(("", ""), 0.0)
     driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
     share = (handed_s + driver_s) / summary.step_s if summary.step_s else 0.0
     if share > HAND_OVER:
-        text = f"{share:.0%} of a step's critical path is not work in a pool, but the driver ({driver_s:.3g} s) and "
-        text += f"hand-overs between calls ({handed_s:.3g} s). Larger batches spread this time over more tokens."
+        text = f"{share:.0%} of a step's critical path is not work in a pool, but the driver ({duration(driver_s)}) "
+        text += f"and hand-overs between calls ({duration(handed_s)}). Twice as large batches halve it per token."
         numbers = {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s}
-        yield Finding(text, numbers, ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"))
+        keys = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
+        override = " ".join(_scaled(run, key, 2) for key in keys)
+        yield Finding(text, numbers, (override,), (handed_s + driver_s) / 2)
 
 
 def _memory(run: Run) -> Iterator[Finding]:
@@ -226,16 +382,21 @@ def _memory(run: Run) -> Iterator[Finding]:
         fullest = max(sizes, key=lambda size: size[0] / size[1], default=(0, 0))
         used, total = fullest[0] / 2**30, fullest[1] / 2**30
         left = 1 - used / total if total else LITTLE_MEMORY_LEFT
-        if LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
-            continue
         # The key that decides most about a pool's memory: the micro-batch size of a role that is trained, or else of
         # one that computes log-probs or scores, or else the key of the rollout.
         known = [ROLE_SPECS[role] for role in pool.roles if role in ROLE_SPECS]  # others are of the run's extensions
         spec = min(known, key=lambda spec: (not spec.is_trained, not spec.batched), default=None)
-        key = "placement.roles"
-        if spec is not None:
-            key = spec.batched[-1][1].rows if spec.batched else spec.memory_key
+        if spec is None or LITTLE_MEMORY_LEFT <= left <= MUCH_MEMORY_LEFT:
+            continue
+        key = spec.memory_key
+        if spec.batched:
+            sizes_of = spec.batched[-1][1]
+            key = sizes_of.tokens if value_at(run.config, sizes_of.by_tokens) else sizes_of.rows
+        is_chosen = bool(key) and value_at(run.config, key) is None  # the largest size that fits
         text = f"{name} used at most {used:.1f} of {total:.1f} GiB of a GPU ({left:.0%} was free): "
-        risk, room = "a longer batch may not fit; use smaller micro-batches.", "larger micro-batches would be faster."
-        text += risk if left < LITTLE_MEMORY_LEFT else room
-        yield Finding(text, {"used_gib": used, "total_gib": total}, (key,))
+        numbers = {"used_gib": used, "total_gib": total}
+        if left < LITTLE_MEMORY_LEFT:
+            text += "a longer batch may not fit; use smaller micro-batches."
+            yield Finding(text, numbers, (f"{key}=1" if is_chosen else _scaled(run, key, 0.5),))
+        elif not is_chosen:
+            yield Finding(f"{text}larger micro-batches would be faster.", numbers, (_scaled(run, key, 2),))

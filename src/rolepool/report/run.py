@@ -53,6 +53,12 @@ class Run:
         """What could not be read, in words."""
         return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
+    @property
+    def unit(self) -> str:
+        """What a rank runs on."""
+        planned = "" if self.plan is None else self.plan.device
+        return "CPU slot" if ({recorded.span.device for recorded in self.spans} or {planned}) == {"cpu"} else "GPU"
+
     def read_new(self) -> None:
         """Read what was written since the last call."""
         found: list[list[Any]] = []

@@ -17,13 +17,13 @@ import numpy as np
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
-from rolepool.metrics.spans import NONE, Timeline, lanes, step_bounds
+from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bounds
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
-from rolepool.report.plots import SERIES_COLORS, colors_for, in_step_order, timed_operations
+from rolepool.report.plots import colors_for, in_step_order, timed_operations
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
 
 MAX_POINTS = 500
-MAX_SPANS = 20_000
+MAX_SPANS = 10_000
 MAX_STEPS_SHOWN = 12
 """Steps on the timeline of a run that has more than `MAX_SPANS` spans."""
 
@@ -33,7 +33,7 @@ CURVES = {
     "Response length (tokens)": ("response_length/mean", "response_length/max"),
     "Loss": ("actor/pg_loss", "critic/vf_loss"),
     "Entropy": ("actor/entropy",),
-    "Tokens per second and GPU": ("perf/throughput",),
+    "Tokens per second and rank": ("perf/throughput",),
 }
 
 USAGE = ("Utilization (%), mean of the pool's ranks", "Memory (GiB), maximum of the pool's ranks")
@@ -54,14 +54,15 @@ def page_data(run: Run) -> dict[str, Any]:
     """Everything on the page."""
     grouped, bounds = by_step(run.spans), step_bounds(run.spans)
     summary = summarise(grouped, bounds)
-    operations = in_step_order({recorded.operation for recorded in run.spans} | {*timed_operations(run.metrics)})
+    timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
+    operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
     chosen = _choose_steps(grouped, bounds)
     return {
         "name": run.name,
         "skipped": run.notes,
         "operations": operations,
         "colors": colors_for(operations),
-        "series_colors": SERIES_COLORS,
+        "unit": run.unit,
         "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
@@ -116,9 +117,10 @@ def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
 
 
 def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
-    """Seconds of the step, and of each operation in it. The step is shorter than their sum if operations overlap."""
+    """Seconds of the step, and of each operation in it. The step is shorter than their sum if operations overlap.
+    Validation and saving are not part of a step."""
     steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
-    names = ["step", *timed_operations(steps)] if steps else []
+    names = ["step", *(name for name in timed_operations(steps) if name not in BETWEEN_STEPS)] if steps else []
     times = {name: [(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()] for name in names}
     return _chart("Step time", "step", times)
 
@@ -137,17 +139,18 @@ def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
-    """The windows of steps to show: all steps, or as many as fit of the first, slowest, median and last."""
+    """The windows of steps to show: the median step, on which the page opens, the slowest one, and all steps or as many
+    of the first and last as fit. The first step includes warm-up, so it is neither median nor slowest."""
     steps = sorted(bounds)
+    by_length = sorted(steps[1:] or steps, key=lambda step: bounds[step][1] - bounds[step][0])
+    median = by_length[len(by_length) // 2 : len(by_length) // 2 + 1]
     sizes = [len(grouped[step]) for step in steps]
+    count = min(MAX_STEPS_SHOWN, MAX_SPANS // max(sizes, default=1)) // 2 - 1  # at each end, besides slowest and median
+    if len(steps) < 2 or count < 1:
+        return {"median": median} if steps else {}
     if sum(sizes) <= MAX_SPANS:
-        return {"all": steps} if steps else {}
-    by_length = sorted(steps, key=lambda step: bounds[step][1] - bounds[step][0])
-    count = min(MAX_STEPS_SHOWN, MAX_SPANS // max(sizes)) // 2 - 1  # at each end, besides slowest and median
-    if count < 1:
-        return {"first": steps[:1]}
-    middle = by_length[len(steps) // 2]
-    return {"first": steps[:count], "slowest": by_length[-1:], "median": [middle], "last": steps[-count:]}
+        return {"median": median, "slowest": by_length[-1:], "all": steps}
+    return {"median": median, "slowest": by_length[-1:], "first": steps[:count], "last": steps[-count:]}
 
 
 def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], operations: list[str]) -> dict[str, Any]:
