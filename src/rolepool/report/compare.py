@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from rolepool.metrics.spans import DRIVER, Timeline, lanes, step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.report import plots
+from rolepool.report.findings import outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
 
 WORK_KEYS = {
@@ -51,6 +53,12 @@ LETTER_WIDTH = 0.0075
 
 TABLE_WIDTH = 200
 """Wide enough that every column fits, whatever the terminal."""
+
+SIGNIFICANT = ("less", "more")
+CONFIDENCE = " with 95% confidence"
+
+TITLE_WIDTH = 100
+"""Letters that fit in one line of the picture's title."""
 
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
@@ -93,23 +101,65 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
         raise ConfigError(problems)
 
 
+class TypicalStep(NamedTuple):
+    """The step of median duration of a run."""
+
+    number: int
+    duration_s: float
+    lanes: dict[str, list[tuple[str, float, float]]]
+    """What the first rank of each pool did: operation, start and duration in seconds since the start of the step."""
+
+
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """A line for each measure and run: first measures of steps, then measures of whole runs."""
+    """A line for each measure and run: first measures that differ significantly, then other measures of steps, then
+    measures of whole runs. If another program slowed a run down, its differences get no verdict."""
     lines: list[Line] = []
     by_run = {name: _step_measures(run) for name, run in runs.items()}
-    first = next(iter(by_run.values()))
+    first_name, first = next(iter(by_run.items()))
+    disturbed = {name for name, run in runs.items() if outside_load(run)}
     for measure in dict.fromkeys(chain.from_iterable(by_run.values())):
         for name, measures in by_run.items():
             if measure in measures:
                 values = measures[measure]
                 has_ratio = measure in first and measures is not first
                 ratio = ratio_of_means(first[measure], values) if has_ratio else None
+                if ratio is not None and disturbed & {name, first_name}:
+                    ratio = ratio._replace(verdict="outside load")
                 p50, p95 = np.quantile(values, [0.5, 0.95])
                 lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    differs = {line.measure for line in lines if line.ratio is not None and line.ratio.verdict in SIGNIFICANT}
+    lines.sort(key=lambda line: line.measure not in differs)
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in dict.fromkeys(chain.from_iterable(totals.values())):
         lines += [Line(measure, name, total[measure]) for name, total in totals.items() if measure in total]
     return lines
+
+
+def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> list[str]:
+    """For each run after the first: how much faster or slower its steps are, or why nothing can be said about it."""
+    first, *others = runs
+    ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
+    loads = {name: outside_load(run) for name, run in runs.items()}
+    sentences = []
+    for name in others:
+        reasons = [f"{which}: {loads[which]}" for which in (first, name) if loads[which]]
+        sentence = f"No verdict, because a run was disturbed. {' '.join(reasons)}"
+        sentences.append(sentence if reasons else _headline(name, first, ratios.get(name)))
+    return sentences
+
+
+def _headline(name: str, first: str, ratio: Ratio | None) -> str:
+    if ratio is None or ratio.low == 0:
+        return f"{name} and {first} cannot be compared, because one of them has no step times"
+    if np.isnan(ratio.low):
+        reason = f"too few steps for a verdict (at least {MIN_STEPS} after the warm-up are needed)"
+        return f"the steps of {name} took {ratio.value:.2f}x as long as those of {first}; {reason}"
+    if ratio.verdict == "more":
+        return f"{name} is {ratio.value:.2f}x slower than {first}, {ratio.low:.2f} to {ratio.high:.2f}{CONFIDENCE}"
+    speed, interval = f"{1 / ratio.value:.2f}x", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}{CONFIDENCE}"
+    if ratio.verdict == "less":
+        return f"{name} is {speed} faster than {first}, {interval}"
+    return f"no difference can be seen between {name} and {first}: {speed} as fast, {interval}"
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
@@ -170,69 +220,99 @@ def as_table(lines: Sequence[Line]) -> Table:
     for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
         table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
-        for number, (_, run, mean, p50, p95, ratio) in enumerate(group):
-            cells = ["" if value is None else f"{value:.4g}" for value in (mean, p50, p95)]
-            if ratio is not None:
-                interval = "" if np.isnan(ratio.low) else f"{ratio.low:.3f} to {ratio.high:.3f}"
-                cells += [f"{ratio.value:.3f}", interval, ratio.verdict]
-            table.add_row("" if number else escape_markup(measure), escape_markup(run), *cells)
+        for number, line in enumerate(group):
+            table.add_row("" if number else escape_markup(measure), escape_markup(line.run), *cells_of(line))
     return table
 
 
-def write_comparison(runs: Mapping[str, Run], table: str, folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` (with the printed table) into the folder. Returns the files.
+def cells_of(line: Line) -> list[str]:
+    """Mean, p50, p95, ratio, its interval and the verdict, as text."""
+    cells = ["" if value is None else plots.with_unit(line.measure, value) for value in line[2:5]]
+    if line.ratio is None:
+        return [*cells, "", "", ""]
+    _, low, high, verdict = line.ratio
+    return [*cells, f"{line.ratio.value:.3f}", "" if np.isnan(low) else f"{low:.3f} to {high:.3f}", verdict]
 
-    The picture shows a typical step of each run, above the mean times of its operations.
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files.
+
+    All show the headlines, a typical step of each run and the mean times of its operations; the page also has the table.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
-    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
+    steps, sentences = typical_steps(runs), headlines(runs, lines)
+    means = {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()}
+    heights_in = [1.1 + 0.26 * sum(1 + len(step.lanes) for step in steps.values()), 3.0]
     with plots.style():
-        figure = plots.new_figure(sum(heights_in))
+        figure = plots.new_figure(sum(heights_in) + 0.4 * len(sentences))
+        figure.suptitle(
+            "\n".join(fill(sentence, TITLE_WIDTH) for sentence in sentences), x=0.01, ha="left", weight="bold"
+        )
         above, below = figure.subplots(2, 1, height_ratios=heights_in)
-        _timeline(above, runs)
-        plots.grouped_bars(below, {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()})
+        _timeline(above, steps)
+        plots.grouped_bars(below, means)
         files = plots.save(figure, folder / "comparison", "png", "svg")
-    svg = files[1].read_text(encoding="utf-8")
-    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
-    text = page.render(title=" and ".join(runs), svg=svg[svg.index("<svg") :], table=table)
+    operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
+    durations_s = chain((step.duration_s for step in steps.values()), *(times.values() for times in means.values()))
+    groups = groupby(lines, key=lambda line: line.measure)
+    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+    text = page.get_template("comparison.html").render(
+        title=" and ".join(runs),
+        headlines=sentences,
+        steps=steps,
+        means=means,
+        longest_s=max(durations_s, default=1.0) or 1.0,
+        colors=plots.colors_for(operations),
+        measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
+        with_unit=plots.with_unit,
+    )
     return [*files, write_atomically(folder / "comparison.html", [text])]
 
 
-def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step (with the median duration) of each run, on a common time axis."""
-    places = count()
-    ticks: dict[int, str] = {}
-    typical: dict[str, tuple[int, float, float]] = {}
+def typical_steps(runs: Mapping[str, Run]) -> dict[str, TypicalStep]:
+    """A typical step of each run that has recorded one."""
+    found = {}
     for name, run in runs.items():
         steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
         if steps:
-            typical[name] = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
-    longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
-    for name, (step, start_s, end_s) in typical.items():
+            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
+            found[name] = TypicalStep(number, end_s - start_s, {})
+            for (pool, rank), lane in lanes(Timeline(run.spans), start_s, end_s, explain=False).items():
+                if pool != DRIVER and rank == 0:
+                    busy = [part for part in lane if part.kind == "busy"]
+                    bars = [(part.operation, part.start_s - start_s, part.duration_s) for part in busy]
+                    found[name].lanes[pool] = bars
+    return found
+
+
+def _timeline(axes: plots.Axes, steps: Mapping[str, TypicalStep]) -> None:
+    """The typical steps on a common time axis."""
+    places = count()
+    ticks: dict[int, str] = {}
+    longest_s = max((step.duration_s for step in steps.values()), default=0.0)
+    names = {bar[0] for step in steps.values() for bars in step.lanes.values() for bar in bars}
+    colors = plots.colors_for(plots.in_step_order(names))
+    for name, (number, duration_s, pools) in steps.items():
         heading = next(places)
-        axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
-        for (pool, rank), lane in lanes(Timeline(runs[name].spans), start_s, end_s, explain=False).items():
-            if pool == DRIVER or rank > 0:
-                continue
+        axes.text(0, heading + 0.35, f"{name}: step {number}, {duration_s:.2f} s", weight="bold", va="bottom")
+        for pool, bars in pools.items():
             place = next(places)
             ticks[place] = pool
-            axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
-            busy = [interval for interval in lane if interval.kind == "busy"]
-            colors = plots.colors_for(plots.in_step_order({interval.operation for interval in busy}))
-            for operation, group in groupby(busy, key=lambda interval: interval.operation):
-                bars = [(interval.start_s - start_s, interval.duration_s) for interval in group]
-                axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
-                left, right = bars[0][0], sum(bars[-1])
+            axes.barh(place, duration_s, 0.8, color="#EFEFEF")
+            for operation, group in groupby(bars, key=lambda bar: bar[0]):
+                extents = [bar[1:] for bar in group]
+                axes.broken_barh(extents, (place - 0.4, 0.8), facecolor=colors[operation])
+                left, right = extents[0][0], sum(extents[-1])
                 if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
                     ink = "white" if colors[operation] in plots.DARK else "black"
                     axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
-        axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
+        axes.plot([duration_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="time in the step (s); grey: waiting", xlim=(0, None))
+    axes.set(xlabel="time in the step (s)", xlim=(0, None))
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    plots.color_legend(axes, {**colors, "waiting": "#EFEFEF"})
 
 
 # Training with several placements

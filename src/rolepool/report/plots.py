@@ -8,6 +8,7 @@ only when a figure is made; matplotlib's global state is not used.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
@@ -40,6 +41,9 @@ UNITS = {
     "perf/total_num_tokens": "tokens per step",
 }
 """The metrics of the plot `throughput`."""
+TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+UNITS_BY_PART = {"_gb": " GiB", "throughput": " tokens/s"}
+"""Units by a part of the metric's name."""
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
@@ -52,6 +56,22 @@ def colors_for(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name: the operation's own colour, or the next of `SERIES_COLORS`."""
     others = cycle(SERIES_COLORS)
     return {name: OPERATIONS[name].color if name in OPERATIONS else next(others) for name in names}
+
+
+def with_unit(name: str, value: float) -> str:
+    """A metric's value with its unit: `0.55 ms`, `3.20 GiB`, `58%`; only the number if the name does not tell the unit."""
+    if name.startswith(TIMING) or name.endswith("_s"):
+        size, unit = next((row for row in TIME_UNITS if abs(value) >= row[0]), TIME_UNITS[0])
+        return f"{_three_digits(value / size)} {unit}"
+    if "fraction" in name:
+        return f"{value:.0%}"
+    return _three_digits(value) + next((unit for part, unit in UNITS_BY_PART.items() if part in name), "")
+
+
+def _three_digits(value: float) -> str:
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def timed_operations(metrics: MetricsByStep) -> list[str]:
@@ -188,6 +208,14 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
     return figure
+
+
+def color_legend(axes: Axes, colors: Mapping[str, str]) -> None:
+    """A legend below the axes, with a patch for each name."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=color, label=name) for name, color in colors.items()]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=6, fontsize=8)
 
 
 def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
