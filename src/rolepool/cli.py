@@ -199,8 +199,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
-        written = comparison.write_comparison(runs, lines, output)
-    print(*written, sep="\n")
+        print(comparison.write_comparison(runs, lines, output))
     return EXIT_USER_ERROR if failures else None
 
 

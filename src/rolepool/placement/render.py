@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import groupby
-from math import ceil
 from string import ascii_uppercase
 
 from rich.console import Console, Group, RenderableType
@@ -29,8 +28,6 @@ MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
 MAX_NAME = 24
 """Longer names of pools may be cut into several lines."""
-MAX_CELL = 20
-"""Cells of the grid that are longer may be cut into several lines."""
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "working", "idle")
 """The figures of a role that are shown, as `RoleMemory` names them."""
 
@@ -100,7 +97,7 @@ def _letter(index: int, rank: int | str = "") -> Text:
 
 def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
-    columns = [Column(title, overflow="fold") for title in titles]
+    columns = [Column(title, overflow="fold", no_wrap=title in ("node", "ranks")) for title in titles]
     columns += [Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers]
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
@@ -130,14 +127,13 @@ def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
             rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
-    cell_width = min(MAX_CELL, max(len(cell) for cell in (*titles, *(cell for _, row in rows for cell in row))))
+    cell_width = max(len(cell) for cell in (*titles, *(cell for _, row in rows for cell in row)))
     num_fitting = (console_width - max(4, *(len(name) for name, _ in rows))) // (cell_width + GRID_GAP)
-    num_tables = ceil(len(titles) / num_fitting)
-    num_columns = ceil(len(titles) / num_tables)
+    # If not all columns fit, a table has at most half of the columns of a node with 16 GPUs.
+    num_columns = num_fitting if num_fitting >= len(titles) else min(num_fitting, MAX_COLUMNS // 2) or 1
     tables: list[RenderableType] = []
     for first in range(0, len(titles), num_columns):
         table = _table("node", *titles[first : first + num_columns], gap=GRID_GAP)
-        table.columns[0].no_wrap = True
         for name, row in rows:
             table.add_row(name, *row[first : first + num_columns])
         tables += [table, ""]
@@ -147,7 +143,7 @@ def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     table = _table("", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
-    table.columns[2].no_wrap = table.columns[4].no_wrap = True
+    table.columns[-1].no_wrap = True
     for index, (name, pool) in enumerate(plan.pools.items()):
         letter, memory = _letter(index), estimate.pools.get(name)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"

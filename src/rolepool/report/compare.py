@@ -1,6 +1,6 @@
 """Comparing runs of the same work: what took how long, and which differences are significant.
 
-Owns the comparison as numbers, table, picture and page (every number comes from the metrics and spans of the runs), and
+Owns the comparison as numbers, table and page (every number comes from the metrics and spans of the runs), and
 training one recipe with several placements, one after another, each in its own process.
 """
 
@@ -10,11 +10,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +25,11 @@ from rolepool.config import load_config
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
-from rolepool.metrics.spans import DRIVER, Timeline, lanes, step_bounds
+from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.report import plots
-from rolepool.report.findings import outside_load
+from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
 
 WORK_KEYS = {
@@ -48,17 +47,9 @@ NUM_RESAMPLES = 2000
 MIN_STEPS = 5
 """With fewer steps, no interval is given."""
 
-LETTER_WIDTH = 0.0075
-"""Width of a letter in a bar, as a fraction of the time axis."""
-
 TABLE_WIDTH = 200
 """Wide enough that every column fits, whatever the terminal."""
 
-SIGNIFICANT = ("less", "more")
-CONFIDENCE = " with 95% confidence"
-
-TITLE_WIDTH = 100
-"""Letters that fit in one line of the picture's title."""
 
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
@@ -101,15 +92,6 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
         raise ConfigError(problems)
 
 
-class TypicalStep(NamedTuple):
-    """The step of median duration of a run."""
-
-    number: int
-    duration_s: float
-    lanes: dict[str, list[tuple[str, float, float]]]
-    """What the first rank of each pool did: operation, start and duration in seconds since the start of the step."""
-
-
 def compare(runs: Mapping[str, Run]) -> list[Line]:
     """A line for each measure and run: first measures that differ significantly, then other measures of steps, then
     measures of whole runs. If another program slowed a run down, its differences get no verdict."""
@@ -127,7 +109,7 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
                     ratio = ratio._replace(verdict="outside load")
                 p50, p95 = np.quantile(values, [0.5, 0.95])
                 lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
-    differs = {line.measure for line in lines if line.ratio is not None and line.ratio.verdict in SIGNIFICANT}
+    differs = {line.measure for line in lines if line.ratio is not None and line.ratio.verdict in ("less", "more")}
     lines.sort(key=lambda line: line.measure not in differs)
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in dict.fromkeys(chain.from_iterable(totals.values())):
@@ -135,29 +117,29 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     return lines
 
 
-def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> list[str]:
-    """For each run after the first: how much faster or slower its steps are, or why nothing can be said about it."""
+def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
+    """For each run after the first: how much faster or slower its steps are, or why there is no verdict."""
     first, *others = runs
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
     loads = {name: outside_load(run) for name, run in runs.items()}
-    sentences = []
     for name in others:
         reasons = [f"{which}: {loads[which]}" for which in (first, name) if loads[which]]
-        sentence = f"No verdict, because a run was disturbed. {' '.join(reasons)}"
-        sentences.append(sentence if reasons else _headline(name, first, ratios.get(name)))
-    return sentences
+        yield (
+            f"no verdict on {name} and {first}. {' '.join(reasons)}"
+            if reasons
+            else _headline(name, first, ratios.get(name))
+        )
 
 
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
-    if ratio is None or ratio.low == 0:
-        return f"{name} and {first} cannot be compared, because one of them has no step times"
-    if np.isnan(ratio.low):
-        reason = f"too few steps for a verdict (at least {MIN_STEPS} after the warm-up are needed)"
-        return f"the steps of {name} took {ratio.value:.2f}x as long as those of {first}; {reason}"
-    if ratio.verdict == "more":
-        return f"{name} is {ratio.value:.2f}x slower than {first}, {ratio.low:.2f} to {ratio.high:.2f}{CONFIDENCE}"
-    speed, interval = f"{1 / ratio.value:.2f}x", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}{CONFIDENCE}"
-    if ratio.verdict == "less":
+    if ratio is None or not ratio.low > 0:
+        return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
+    _, low, high, verdict = ratio
+    if verdict == "more":
+        return f"{name} is {ratio.value:.2f}x slower than {first}, {low:.2f} to {high:.2f} with 95% confidence"
+    speed = f"{1 / ratio.value:.2f}x"
+    interval = f"{1 / high:.2f} to {1 / low:.2f} with 95% confidence"
+    if verdict == "less":
         return f"{name} is {speed} faster than {first}, {interval}"
     return f"no difference can be seen between {name} and {first}: {speed} as fast, {interval}"
 
@@ -212,7 +194,7 @@ def _run_measures(run: Run) -> dict[str, float]:
     return measures
 
 
-# The table, the picture and the page
+# The table and the page
 
 
 def as_table(lines: Sequence[Line]) -> Table:
@@ -227,92 +209,51 @@ def as_table(lines: Sequence[Line]) -> Table:
 
 def cells_of(line: Line) -> list[str]:
     """Mean, p50, p95, ratio, its interval and the verdict, as text."""
-    cells = ["" if value is None else plots.with_unit(line.measure, value) for value in line[2:5]]
+    cells = ["" if value is None else with_unit(line.measure, value) for value in line[2:5]]
     if line.ratio is None:
         return [*cells, "", "", ""]
     _, low, high, verdict = line.ratio
     return [*cells, f"{line.ratio.value:.3f}", "" if np.isnan(low) else f"{low:.3f} to {high:.3f}", verdict]
 
 
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` into the folder. Returns the files.
+def with_unit(measure: str, value: float) -> str:
+    """A value with its unit: `0.55 ms`, `3.2 GiB`, `58%`; without one if the name of the measure does not tell it."""
+    if measure.startswith(TIMING) or measure.endswith("_s"):
+        return duration(value)
+    if measure.endswith("fraction"):
+        return f"{value:.0%}"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
 
-    All show the headlines, a typical step of each run and the mean times of its operations; the page also has the table.
-    """
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+    """Write `comparison.html`: headlines, a typical step of each run, the mean times of operations, and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps, sentences = typical_steps(runs), headlines(runs, lines)
     means = {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()}
-    heights_in = [1.1 + 0.26 * sum(1 + len(step.lanes) for step in steps.values()), 3.0]
-    with plots.style():
-        figure = plots.new_figure(sum(heights_in) + 0.4 * len(sentences))
-        figure.suptitle(
-            "\n".join(fill(sentence, TITLE_WIDTH) for sentence in sentences), x=0.01, ha="left", weight="bold"
-        )
-        above, below = figure.subplots(2, 1, height_ratios=heights_in)
-        _timeline(above, steps)
-        plots.grouped_bars(below, means)
-        files = plots.save(figure, folder / "comparison", "png", "svg")
     operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
-    durations_s = chain((step.duration_s for step in steps.values()), *(times.values() for times in means.values()))
     groups = groupby(lines, key=lambda line: line.measure)
     page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
     text = page.get_template("comparison.html").render(
-        title=" and ".join(runs),
-        headlines=sentences,
-        steps=steps,
+        headlines=[*headlines(runs, lines)],
+        steps=typical_steps(runs),
         means=means,
-        longest_s=max(durations_s, default=1.0) or 1.0,
         colors=plots.colors_for(operations),
         measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
-        with_unit=plots.with_unit,
+        duration=duration,
     )
-    return [*files, write_atomically(folder / "comparison.html", [text])]
+    return write_atomically(folder / "comparison.html", [text])
 
 
-def typical_steps(runs: Mapping[str, Run]) -> dict[str, TypicalStep]:
-    """A typical step of each run that has recorded one."""
+def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
+    """For each run that has recorded a step: the number of the step with the median duration, its seconds, and what the
+    first rank of each pool did in it."""
     found = {}
     for name, run in runs.items():
         steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
         if steps:
             number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
-            found[name] = TypicalStep(number, end_s - start_s, {})
-            for (pool, rank), lane in lanes(Timeline(run.spans), start_s, end_s, explain=False).items():
-                if pool != DRIVER and rank == 0:
-                    busy = [part for part in lane if part.kind == "busy"]
-                    bars = [(part.operation, part.start_s - start_s, part.duration_s) for part in busy]
-                    found[name].lanes[pool] = bars
+            found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
     return found
-
-
-def _timeline(axes: plots.Axes, steps: Mapping[str, TypicalStep]) -> None:
-    """The typical steps on a common time axis."""
-    places = count()
-    ticks: dict[int, str] = {}
-    longest_s = max((step.duration_s for step in steps.values()), default=0.0)
-    names = {bar[0] for step in steps.values() for bars in step.lanes.values() for bar in bars}
-    colors = plots.colors_for(plots.in_step_order(names))
-    for name, (number, duration_s, pools) in steps.items():
-        heading = next(places)
-        axes.text(0, heading + 0.35, f"{name}: step {number}, {duration_s:.2f} s", weight="bold", va="bottom")
-        for pool, bars in pools.items():
-            place = next(places)
-            ticks[place] = pool
-            axes.barh(place, duration_s, 0.8, color="#EFEFEF")
-            for operation, group in groupby(bars, key=lambda bar: bar[0]):
-                extents = [bar[1:] for bar in group]
-                axes.broken_barh(extents, (place - 0.4, 0.8), facecolor=colors[operation])
-                left, right = extents[0][0], sum(extents[-1])
-                if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
-                    ink = "white" if colors[operation] in plots.DARK else "black"
-                    axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
-        axes.plot([duration_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="time in the step (s)", xlim=(0, None))
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    plots.color_legend(axes, {**colors, "waiting": "#EFEFEF"})
 
 
 # Training with several placements

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError, one_line
+from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import DRIVER, Recorded, Timeline, critical_path, lanes, step_metrics
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
@@ -241,6 +242,23 @@ def _memory(run: Run) -> Iterator[Finding]:
         yield Finding(text, {"used_gib": used, "total_gib": total}, (key,))
 
 
+def duration(seconds: float) -> str:
+    """Seconds in a unit that needs no exponent."""
+    for unit, size in {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}.items():
+        if seconds >= size * (2 if size > 1 else 1):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"
+
+
 def outside_load(run: Run) -> str | None:
-    """A sentence that says how another program slowed this run down; None if nothing shows that."""
-    return None
+    """How the later steps became longer while utilization fell; None if they did not."""
+    used = [percent for sample in run.monitor for percent, _ in pool_use(sample).values()]
+    times_s = [row["timing_s/step"] for row in run.metrics.values() if "timing_s/step" in row]
+    if len(used) < 2 or len(times_s) < 2:
+        return None
+    early, late = (fmean(half) for half in (used[: len(used) // 2], used[len(used) // 2 :]))
+    early_s, late_s = (fmean(half) for half in (times_s[: len(times_s) // 2], times_s[len(times_s) // 2 :]))
+    if late_s < 1.5 * early_s or late > 0.8 * early:
+        return None
+    words = f"utilization fell from {early:.0f}% to {late:.0f}%, so other programs used the machine"
+    return f"The later steps took {late_s / early_s:.1f} times as long while {words}."
