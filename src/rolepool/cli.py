@@ -199,12 +199,12 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
     if not options.force:
         comparison.check_same_work(runs)
-    console = Console(highlight=False, width=comparison.TABLE_WIDTH, record=True)
-    console.print(comparison.as_table(comparison.compare(runs)))
+    lines = comparison.compare(runs)
+    print(*comparison.headlines(runs, lines), "", sep="\n")
+    Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
-        written = comparison.write_comparison(runs, console.export_text(), output)
-    print(*written, sep="\n")
+        print(comparison.write_comparison(runs, lines, output))
     return EXIT_USER_ERROR if failures else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import torch
 from cluster_helpers import start
 from roles_for_tests import Sleeper
 
-from rolepool.cluster import Cluster, RoleProxy
+from rolepool.cluster import Cluster, LiveState, RoleProxy
 from rolepool.metrics import Span
+from rolepool.metrics.run_folder import State
 from rolepool.protocol import DataProto
 from span_times import extent_s, overlap_s
 
@@ -148,3 +150,33 @@ def test_making_a_role_has_a_span_too(cluster: Cluster) -> None:
     (span,) = proxy.ready.spans()
     assert (span.pool, span.role, span.rank, span.method) == ("critic", "with a span", 0, "__init__")
     assert span.queued_s <= span.start_s <= span.end_s
+
+
+def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
+    cluster: Cluster, actor: RoleProxy, critic: RoleProxy
+) -> None:
+    written: list[State] = []
+    live = LiveState(cluster.groups, lambda text: written.append(State(**json.loads(text))))
+    try:
+        live.begin("step 7")
+        began_s = time.time()
+        late = critic.add(batch_of(4), 1, seconds=2.5)
+        waiting = actor.multiply(late, 2, seconds=2.0)
+        waiting.get()
+        ended_s = time.time()
+        time.sleep(1.2)
+        live.begin("step 8")
+        time.sleep(1.2)
+    finally:
+        live.stop()
+    steps = [state for state in written if state.what == "step 7"]
+    names = [
+        {pool: [call[0] for call in calls if call[2] is None] for pool, calls in one.pools.items()} for one in steps
+    ]
+    assert names[0] == {"actor": [], "critic": ["add"], "rollout": []}
+    assert {"actor": ["multiply"], "critic": [], "rollout": []} in names
+    assert names[-1] == {"actor": [], "critic": [], "rollout": []}
+    ((_, start_s, end_s),), ((_, next_s, last_s),) = steps[-1].pools["critic"], steps[-1].pools["actor"]
+    assert began_s <= start_s < end_s <= next_s + 0.1
+    assert ended_s <= last_s < ended_s + 1.5
+    assert all(calls == [] for calls in written[-1].pools.values()), "the operations of step 7 are not part of step 8"

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from rolepool.config import Config, load_config
 from rolepool.errors import RolepoolError
 from rolepool.placement import Plan, ResourcePoolManager, Role, build_plan
-from rolepool.placement.checks import find_problems
-from rolepool.placement.estimate import estimate_memory
-from rolepool.placement.plan import place
+from rolepool.placement.checks import Advice, find_problems
+from rolepool.placement.estimate import MemoryEstimate, PoolMemory, RoleMemory, estimate_memory
+from rolepool.placement.plan import ResourcePool, Slot, place
+from rolepool.placement.render import plan_as_text
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.placement.strategies import needed_roles
 
@@ -221,3 +222,49 @@ def test_the_largest_inventory_is_taken_slot_by_slot() -> None:
     plan = build_plan(Config.model_validate(BASE), [MAX_GPUS] * MAX_NODES, take_all=True)
     every_slot = [(node, gpu) for node in range(MAX_NODES) for gpu in range(MAX_GPUS)]
     assert list(plan.pools["global_pool"].slots) == every_slot
+
+
+# The plan as text
+
+GIB = 2**30
+names = st.text("abcdefgh_", min_size=1, max_size=60) | st.sampled_from(["critic_pool", "actor_rollout_ref_pool"])
+amounts = st.floats(0, 9_000).map(lambda gib: int(gib * GIB))
+memories = st.builds(RoleMemory, *([amounts] * 7))
+
+
+@st.composite
+def shown_plans(draw: st.DrawFn) -> tuple[Plan, MemoryEstimate]:
+    """Pools and roles with names of any length on nodes of up to 40 GPUs, which may have up to eight pools each."""
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6) | st.just([8] * 1024))
+    every = [Slot(node, gpu) for node, size in enumerate(sizes) for gpu in range(size)]
+    homes: dict[Role, str] = {}
+    placed, known = {}, {}
+    for name in draw(st.lists(names, min_size=1, max_size=8, unique=True)):
+        slots = tuple(every[: draw(st.integers(1, len(every)))])
+        mine = tuple(Role(role) for role in draw(st.lists(names, min_size=1, max_size=4, unique=True)))
+        per_node = tuple(Counter(slot.node for slot in slots).values())
+        placed[name] = ResourcePool(per_node, draw(st.sampled_from([1.0, 0.5, 0.125])), slots, mine)
+        homes |= dict.fromkeys(mine, name)
+        limit = draw(st.none() | amounts)
+        known[name] = PoolMemory({role: draw(memories) for role in mine}, draw(amounts), mine[0], draw(amounts), limit)
+    unused = {Role(role): "of a reason that takes several words to tell" for role in draw(st.lists(names, max_size=2))}
+    plan = Plan(gpus_per_node=tuple(sizes), device=draw(st.sampled_from(["cuda", "cpu"])), pools=placed, roles=homes)
+    return plan.model_copy(update={"unused_roles": unused}), MemoryEstimate(known, {}, {})
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(shown_plans(), st.lists(st.tuples(names, names), max_size=4))
+def test_no_line_of_a_plan_is_longer_than_80_and_nothing_is_cut_off(
+    shown: tuple[Plan, MemoryEstimate], overlaps: list[tuple[str, str]]
+) -> None:
+    plan, estimate = shown
+    text = plan_as_text(plan, overlaps, estimate, [Advice({"some.key": "x" * 50, "another.key": "y" * 50}, 5 * GIB)])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    letters = Counter(text.replace("\n", ""))
+    for name, pool in plan.pools.items():
+        assert not Counter(name + "".join(pool.roles)) - letters
+    if plan.device != "cpu":
+        numbers = [memory.peak for memory in estimate.pools.values()]
+        numbers += [role.working for memory in estimate.pools.values() for role in memory.roles.values()]
+        assert all(f"{number / GIB:.1f}" in text for number in numbers if number)

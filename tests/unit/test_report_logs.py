@@ -35,6 +35,7 @@ def parse(text: str) -> list[dict[int, dict[str, float]]]:
         ("step:3 - training/global_step:3 - timing_s/step:9.5", {"training/global_step": 3.0, "timing_s/step": 9.5}),
         ("Training:  30%|███       | 3/10 [00:05<00:12,  1.7s/it]step:3 - a:1", {"a": 1.0}),
         ("Training:  20%|██ | 2/10\rTraining:  30%|███ | 3/10\rstep:3 - a:1\rTraining:  40%|", {"a": 1.0}),
+        ("(main_task pid=9) step:3 - timing/gen:1.5 - my/timing/x:2", {"timing_s/gen": 1.5, "my/timing/x": 2.0}),
         ("step:3 - a:1e", {}),
         ("step:3 - ", {}),
         ("step:3", {}),
@@ -77,6 +78,27 @@ def test_other_lines_in_between_do_not_matter() -> None:
         2: {"timing_s/step": 2.5},
     }
     assert parse(text) == [expected]
+
+
+@pytest.mark.parametrize("width", [*range(40, 260, 7), 185])
+def test_lines_that_a_terminal_has_cut_at_its_width_are_read(width: int) -> None:
+    row = {
+        "timing_s/gen": 1.5,
+        "actor/lr": 1e-06,
+        "timing_s/update_actor": 12.25,
+        "timing_s/step": 14.125,
+        "val/x": 0.5,
+    }
+    lines = []
+    for step in (1, 2, 3):
+        lines += [
+            f"\x1b[36m(TaskRunner pid=7)\x1b[0m Training Progress: {step}0%|███ | {step}/10 [00:05<00:12, 1.7s/it]"
+        ]
+        lines += [f"(TaskRunner pid=7) {console_line(step, row)} - critic/score/mean:np.float64(0.25)", "Done"]
+    whole = [line.replace("\x1b[36m", "").replace("\x1b[0m", "") for line in lines]
+    cut = [line[start : start + width] for line in whole for start in range(0, len(line), width)]
+    assert parse("\n".join(cut)) == parse("\n".join(lines))
+    assert parse("\n".join(lines))[0][2] == {**row, "critic/score/mean": 0.25}
 
 
 # Several runs in one file

@@ -9,10 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.artist import Artist
 from synthetic_runs import write_run
 
 from rolepool.placement.roles import OPERATIONS
-from rolepool.report.plots import colors_for, grouped_bars, in_step_order, mean_times, new_figure, plot_logs, style
+from rolepool.report.plots import (
+    REWARD,
+    _overview,
+    _small_multiples,
+    colors_for,
+    grouped_bars,
+    in_step_order,
+    mean_times,
+    new_figure,
+    plot_logs,
+    style,
+)
 from rolepool.report.run import read_logs
 
 VERL_LOG = """\
@@ -33,8 +45,9 @@ def size_of_png(file: Path) -> tuple[int, int]:
 def test_each_kind_of_plot_is_written_for_runs_that_have_its_numbers(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "one", num_steps=4), write_run(tmp_path / "two", "split", num_steps=3)]
     written = plot_logs(runs, tmp_path / "out")
-    names = {"time_per_step", "timings", "time_per_token", "throughput", "memory", "comparison"}
+    names = {"overview", "timings", "time_per_token", "throughput", "memory", "comparison"}
     assert {file.name for file in written} == {f"{name}.png" for name in names} | {"timing_metrics.csv"}
+    assert written[1].name == "overview.png"
     for file in written[1:]:
         width, height = size_of_png(file)
         assert width == 1350 and height > 300
@@ -44,7 +57,7 @@ def test_a_log_of_verl_gives_the_plots_it_has_numbers_for(tmp_path: Path) -> Non
     (tmp_path / "verl.log").write_text(VERL_LOG)
     written = plot_logs([tmp_path / "verl.log"], tmp_path / "out")
     assert {file.stem for file in written} == {
-        *("timing_metrics", "time_per_step", "timings", "time_per_token", "throughput")
+        *("timing_metrics", "overview", "timings", "time_per_token", "throughput")
     }
 
 
@@ -83,14 +96,45 @@ def test_bars_are_as_high_as_the_means_and_labelled_with_the_ratio_to_the_first(
 def test_a_run_may_have_any_name_and_one_step_is_enough(tmp_path: Path) -> None:
     (tmp_path / "a$b$ <c> [d]_{.log").write_text("step:5 - timing_s/gen:1 - timing_s/step:2")
     written = plot_logs([tmp_path / "a$b$ <c> [d]_{.log"], tmp_path / "out")
-    assert {file.name for file in written} == {"timing_metrics.csv", "time_per_step.png", "timings.png"}
+    assert {file.name for file in written} == {"timing_metrics.csv", "overview.png", "timings.png"}
+
+
+def test_no_title_or_legend_is_cut_off_however_long_the_names_are(tmp_path: Path) -> None:
+    pool = "a_pool_with_a_name_" * 5
+    names = ["a_run_with_a_long_name_" * 4, "b" * 90]
+    for name in names:
+        row = f"timing_s/gen:1 - timing_s/step:2 - {REWARD}:0.5 - perf/throughput:9 - pool/{pool}/peak_memory_gb:1"
+        (tmp_path / f"{name}.log").write_text(f"step:1 - {row} - pool/critic_pool/peak_memory_gb:2\n")
+    logs = read_logs([tmp_path / f"{name}.log" for name in names])
+    memory = dict.fromkeys(sorted(key for key in logs[names[0]][1] if key.endswith("_gb")), "GiB")
+    with style():
+        for figure in (_overview(logs), _small_multiples(logs, memory)):
+            assert figure is not None
+            figure.draw_without_rendering()
+            artists: list[Artist] = [axes._left_title for axes in figure.axes]  # type: ignore[attr-defined]
+            artists += [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+            for artist in artists:
+                box = artist.get_window_extent()
+                assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1, artist
+
+
+def test_panels_of_several_logs_have_the_same_time_axis_and_all_begin_at_zero(tmp_path: Path) -> None:
+    for name, seconds in (("short", 1), ("long", 50)):
+        (tmp_path / f"{name}.log").write_text(
+            f"step:1 - timing_s/gen:{seconds} - timing_s/step:{seconds} - {REWARD}:0.5"
+        )
+    figure = _overview(read_logs([tmp_path / "short.log", tmp_path / "long.log"]))
+    assert figure is not None
+    limits = [axes.get_ylim() for axes in figure.axes]
+    assert limits[1] == limits[2] and limits[1][1] > 50
+    assert {low for low, _ in limits} == {0}
 
 
 def test_the_script_is_the_command(tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     (tmp_path / "verl.log").write_text(VERL_LOG)
     ended = python("plot_timing_metrics.py", str(tmp_path / "verl.log"), "--output-dir", str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stderr
-    assert str(tmp_path / "out" / "time_per_step.png") in ended.stdout.splitlines()
+    assert str(tmp_path / "out" / "overview.png") in ended.stdout.splitlines()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing.log"], ["--output-dir"]])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,17 +19,18 @@ from rich.console import Console
 from synthetic_runs import write_run
 
 from commands import Outcome
+from rolepool.metrics.run_folder import State
 from rolepool.report.run import JsonLines
-from rolepool.report.watch import LAST_STEPS, WatchedRun
+from rolepool.report.watch import LAST_STEPS, WatchedRun, lane
 
 
 def text_of(watched: WatchedRun) -> str:
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     console.print(watched.frame())
     return console.export_text()
 
 
-def test_one_frame_shows_pools_last_operations_busy_time_reward_and_time_left(
+def test_one_frame_shows_pools_operations_busy_time_reward_and_time_left(
     tmp_path: Path, rolepool: Callable[..., Outcome]
 ) -> None:
     folder = write_run(tmp_path / "run", "split", overrides=("trainer.total_training_steps=20",))
@@ -35,11 +39,52 @@ def test_one_frame_shows_pools_last_operations_busy_time_reward_and_time_left(
     assert (code, err) == (0, "")
     row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2])
     assert lines[0].startswith(f"run: step 12 of 20, {row['timing_s/step']:.3g} s per step, about 0:01:0")
-    critic = next(line.split() for line in lines if line.startswith("critic_pool"))
-    assert critic[1] == "0"
-    assert critic[-5:-2] == ["GiB", "update_critic", "12"]
+    assert lines[1].startswith("step 12, the last one recorded; a line is ")
+    lane_of = {line.split(",")[0]: after for line, after in itertools.pairwise(lines)}
+    assert re.fullmatch(r" gen=+ old_\w+ ref=+ update_actor=+ u *", lane_of["actor_rollout_ref_pool"])
+    assert re.fullmatch(r" \.+ values? \.+ update_critic=+ *", lane_of["critic_pool"])
     assert lines[-1].startswith("reward ▂▃")
     assert lines[-1].endswith("0.167 -> 0.706")
+    assert max(map(len, lines)) <= 80
+
+
+def write_state(folder: Path, *, age_s: float = 0.5) -> None:
+    """The state of a run in step 13, which began 4 s ago."""
+    now_s = time.time() - age_s
+    actor = [("gen", now_s - 4, now_s - 3), ("old_log_prob", now_s - 3, now_s - 2), ("update_actor", now_s - 2, None)]
+    critic = [("update_critic", now_s - 5, now_s - 3.5), ("values", now_s - 3, now_s - 2)]
+    state = State(now_s, "step 13", now_s - 4, {"actor_rollout_ref_pool": actor, "critic_pool": critic})
+    (folder / "state.json").write_text(json.dumps(state._asdict()), encoding="utf-8")
+
+
+def test_while_a_run_trains_the_operations_of_the_current_step_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "split", overrides=("trainer.total_training_steps=20",))
+    write_state(folder)
+    lines = text_of(WatchedRun(folder)).splitlines()
+    assert lines[0].startswith("run: step 13 of 20, ")
+    assert re.fullmatch(r"step 13, running for 4\.\d+ s; a line is 7\.\d+ s", lines[1].strip())
+    assert lines[2].startswith("actor_rollout_ref_pool: update_actor for 2.")
+    assert re.fullmatch(r" gen=+ old_\w+ +update_actor=+ *", lines[3])
+    assert lines[4].startswith("critic_pool: waiting, busy ")
+    assert re.fullmatch(r" upda? \.+ values=* *", lines[5])
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_old_or_unreadable_state_is_not_taken_for_what_runs_now(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "split", overrides=("trainer.total_training_steps=20",))
+    before = text_of(WatchedRun(folder))
+    write_state(folder, age_s=100)
+    assert text_of(WatchedRun(folder)) == before
+    for content in ("", "[]", '{"time_s": "now"}', '{"time_s": 1e12, "what": 3, "since_s": 0, "pools": {"a": 1}}'):
+        (folder / "state.json").write_text(content, encoding="utf-8")
+        assert text_of(WatchedRun(folder)) == before
+
+
+def test_a_lane_is_as_wide_as_the_time_that_has_passed_and_every_operation_is_in_it() -> None:
+    assert lane([("gen", 0.0, 1.0)], 2.0).plain.rstrip() == " gen" + "=" * 35
+    assert lane([("gen", 0.0, 1.9), ("adv", 1.9, 1.9001)], 2.0).plain.rstrip() == " gen" + "=" * 70 + " a"
+    assert lane([("gen", 1.0, 2.0)], 2.0).plain == " " + "." * 38 + " gen" + "=" * 35 + " "
+    assert lane([], 0.0).plain == " "
 
 
 def test_busy_time_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
@@ -48,7 +93,7 @@ def test_busy_time_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
     fractions = [row["pool/critic_pool/busy_fraction"] for row in rows if "pool/critic_pool/busy_fraction" in row]
     expected = sum(fractions[-LAST_STEPS:]) / LAST_STEPS
     line = next(line for line in text_of(WatchedRun(folder)).splitlines() if line.startswith("critic_pool"))
-    assert line.split()[2] == f"{expected:.0%}"
+    assert f", busy {expected:.0%}, " in line
 
 
 def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
@@ -156,15 +201,10 @@ def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Cal
     assert out.startswith("run: step 2, ")
 
 
-def test_many_ranks_are_not_all_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=2, overrides=("trainer.n_gpus_per_node=16",))
-    assert "and 8 more" in text_of(WatchedRun(folder))
-
-
 def test_a_silent_run_says_for_how_long(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert "nothing written" not in text_of(WatchedRun(folder))
     for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
         status = (folder / name).stat()
         os.utime(folder / name, (status.st_atime, status.st_mtime - 300))
-    assert "nothing written for 30" in text_of(WatchedRun(folder))
+    assert "nothing written for 5 min" in text_of(WatchedRun(folder))

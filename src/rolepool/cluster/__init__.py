@@ -2,5 +2,6 @@
 
 from rolepool.cluster.cluster import Cluster
 from rolepool.cluster.group import RoleProxy, WorkerGroup, next_call_number
+from rolepool.cluster.live import LiveState
 
-__all__ = ["Cluster", "RoleProxy", "WorkerGroup", "next_call_number"]
+__all__ = ["Cluster", "LiveState", "RoleProxy", "WorkerGroup", "next_call_number"]

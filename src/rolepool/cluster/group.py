@@ -251,6 +251,9 @@ class PendingCall:
     sources: Sequence[Pending] = ()
     all_objects: list[tuple[Any, Any]] = field(default_factory=list, init=False)
     """References to the reply of each rank and to the data that is stored for it."""
+    start_s: float | None = field(default=None, init=False)
+    end_s: float | None = field(default=None, init=False)
+    """When `LiveState` first saw that it could run, and that it had ended."""
     _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError, explained
@@ -24,8 +24,20 @@ from rolepool.metrics.spans import Recorded
 logger = logging.getLogger(__name__)
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
-RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "plan.json")
+RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "state.json", "plan.json")
 """All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
+
+
+class State(NamedTuple):
+    """`state.json`: what a run that is training does now. It is stale if `time_s` is long ago."""
+
+    time_s: float
+    what: str
+    """Such as `step 12`, since `since_s`."""
+    since_s: float
+    pools: dict[str, list[tuple[str, float, float | None]]]
+    """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
+
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -101,6 +101,10 @@ class Interval(NamedTuple):
         return self.end_s - self.start_s
 
 
+Bar = tuple[str, float, float]
+"""An operation, its start and its end."""
+
+
 class Timeline(list[Recorded]):
     """Spans in the order of their starts, with an index. Build it once to ask the functions below about many steps.
 
@@ -245,6 +249,16 @@ def lanes(
                 lane.append(Interval("busy", rank[0], timeline[position].operation, filled_s, until_s, position))
                 filled_s = until_s
             previous = position
+    return found
+
+
+def first_rank_lanes(spans: Iterable[Recorded], start_s: float, end_s: float) -> dict[str, list[Bar]]:
+    """What the first rank of each pool did in a time window. Times are seconds since its start."""
+    found = {}
+    for (pool, rank), lane in lanes(Timeline(spans), start_s, end_s, explain=False).items():
+        if pool != DRIVER and rank == 0:
+            busy = [part for part in lane if part.kind == "busy"]
+            found[pool] = [(part.operation, part.start_s - start_s, part.end_s - start_s) for part in busy]
     return found
 
 

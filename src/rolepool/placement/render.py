@@ -23,7 +23,11 @@ COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MAX_ROWS_ALIKE = 4
 """More nodes than this that look the same are shown as one row."""
 MAX_COLUMNS = 16
-WIDTH_OFF_TERMINAL = 120
+GRID_GAP = 3
+MIN_WIDTH = 80
+"""No line is longer in a terminal of this width, or if the output is not a terminal."""
+MAX_NAME = 24
+"""Longer names of pools may be cut into several lines."""
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "working", "idle")
 """The figures of a role that are shown, as `RoleMemory` names them."""
 
@@ -66,18 +70,20 @@ def plan_as_json(
 
 def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
     """The text to print, with colours if standard output is a terminal."""
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDTH_OFF_TERMINAL
+    console = Console(highlight=False)
+    console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
     nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
     kind = "CPU slots" if plan.device == "cpu" else "GPUs"
     used = {slot for pool in plan.pools.values() for slot in pool.slots}
     gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
     title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
-    parts: list[RenderableType] = [Text(title, style="bold"), "", _grid(plan), "", _pool_table(plan, estimate), ""]
+    parts: list[RenderableType] = [Text(title, style="bold"), ""]
+    parts += [*_grid(plan, console.width), _pool_table(plan, estimate), ""]
     if estimate.pools and plan.device != "cpu":
         parts.extend([_memory_table(plan, estimate), ""])
-    parts.extend([*_notes(plan, overlaps, estimate), *_warnings(estimate, advice)])
+    for line in (*_notes(plan, overlaps, estimate), *_warnings(estimate, advice)):
+        is_long = len(line) > console.width
+        parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
     with console.capture() as capture:
         console.print(Group(*parts))
     return capture.get().rstrip("\n")
@@ -89,15 +95,16 @@ def _letter(index: int, rank: int | str = "") -> Text:
     return Text(f"{letter}{rank}", style=COLOURS[index % len(COLOURS)])
 
 
-def _table(*titles: str, numbers: Sequence[str] = ()) -> Table:
+def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
-    columns = [Column(title, overflow="fold") for title in titles]
-    columns += [Column(title, justify="right") for title in numbers]
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    columns = [Column(title, overflow="fold", no_wrap=title in ("node", "ranks")) for title in titles]
+    columns += [Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers]
+    return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
-def _grid(plan: Plan) -> Table:
-    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank."""
+def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
+    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank. If the columns do not
+    fit side by side, several tables follow each other."""
     grid: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node]
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
@@ -109,8 +116,8 @@ def _grid(plan: Plan) -> Table:
 
     width = max(plan.gpus_per_node)
     word = "" if width > 8 else "slot " if plan.device == "cpu" else "GPU "
-    more = [f"... {width - MAX_COLUMNS} more"] if width > MAX_COLUMNS else []
-    table = _table("node", *(f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))), *more)
+    titles = [f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))]
+    rows: list[tuple[str, list[Text]]] = []
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         alike = len(nodes) > MAX_ROWS_ALIKE
@@ -119,19 +126,31 @@ def _grid(plan: Plan) -> Table:
             for processes in grid[node][:MAX_COLUMNS]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
-            table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row)
-    return table
+            rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
+    cell_width = max(len(cell) for cell in (*titles, *(cell for _, row in rows for cell in row)))
+    num_fitting = (console_width - max(4, *(len(name) for name, _ in rows))) // (cell_width + GRID_GAP)
+    # If not all columns fit, a table has at most half of the columns of a node with 16 GPUs.
+    num_columns = num_fitting if num_fitting >= len(titles) else min(num_fitting, MAX_COLUMNS // 2) or 1
+    tables: list[RenderableType] = []
+    for first in range(0, len(titles), num_columns):
+        table = _table("node", *titles[first : first + num_columns], gap=GRID_GAP)
+        for name, row in rows:
+            table.add_row(name, *row[first : first + num_columns])
+        tables += [table, ""]
+    return [*tables, f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else tables
 
 
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
-    table = _table("", "pool", "processes", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
+    table = _table("", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
+    table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
+    table.columns[-1].no_wrap = True
     for index, (name, pool) in enumerate(plan.pools.items()):
         letter, memory = _letter(index), estimate.pools.get(name)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
         roles = Text(", ".join(pool.roles), style=letter.style)
         text = Text("host memory" if plan.device == "cpu" else "memory unknown", style="dim")
         if plan.device != "cpu" and memory is not None:
-            least = f" (least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
+            least = f"\n(least {memory.least / GIB:.1f})" if memory.least < memory.peak else ""
             verdict = Text("does not fit", style="bold red") if memory.excess else Text("fits", style="green")
             limit = [Text(" GiB")] if memory.limit is None else [Text(f" of {memory.limit / GIB:.1f} GiB, "), verdict]
             text = Text.assemble(f"{memory.peak / GIB:.1f}", *limit, least)
@@ -141,7 +160,7 @@ def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
 
 def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     """GiB of each role on one GPU. A pool's peak is one role that computes, the others idle, and the process itself."""
-    table = _table("GiB per GPU", numbers=[column.replace("_", " ") for column in MEMORY_COLUMNS])
+    table = _table("GiB per GPU", numbers=[column.replace("_", "\n") for column in MEMORY_COLUMNS], gap=1)
     for index, name in enumerate(plan.pools):
         for role, memory in estimate.pools[name].roles.items() if name in estimate.pools else ():
             figures = [getattr(memory, column) / GIB for column in MEMORY_COLUMNS]

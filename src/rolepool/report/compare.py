@@ -1,6 +1,6 @@
 """Comparing runs of the same work: what took how long, and which differences are significant.
 
-Owns the comparison as numbers, table, picture and page (every number comes from the metrics and spans of the runs), and
+Owns the comparison as numbers, table and page (every number comes from the metrics and spans of the runs), and
 training one recipe with several placements, one after another, each in its own process.
 """
 
@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +25,11 @@ from rolepool.config import load_config
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
-from rolepool.metrics.spans import DRIVER, Timeline, lanes, step_bounds
+from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.report import plots
+from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
 
 WORK_KEYS = {
@@ -46,11 +47,9 @@ NUM_RESAMPLES = 2000
 MIN_STEPS = 5
 """With fewer steps, no interval is given."""
 
-LETTER_WIDTH = 0.0075
-"""Width of a letter in a bar, as a fraction of the time axis."""
-
 TABLE_WIDTH = 200
 """Wide enough that every column fits, whatever the terminal."""
+
 
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
@@ -94,22 +93,55 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
-    """A line for each measure and run: first measures of steps, then measures of whole runs."""
+    """A line for each measure and run: first measures that differ significantly, then other measures of steps, then
+    measures of whole runs. If another program slowed a run down, its differences get no verdict."""
     lines: list[Line] = []
     by_run = {name: _step_measures(run) for name, run in runs.items()}
-    first = next(iter(by_run.values()))
+    first_name, first = next(iter(by_run.items()))
+    disturbed = {name for name, run in runs.items() if outside_load(run)}
     for measure in dict.fromkeys(chain.from_iterable(by_run.values())):
         for name, measures in by_run.items():
             if measure in measures:
                 values = measures[measure]
                 has_ratio = measure in first and measures is not first
                 ratio = ratio_of_means(first[measure], values) if has_ratio else None
+                if ratio is not None and disturbed & {name, first_name}:
+                    ratio = ratio._replace(verdict="outside load")
                 p50, p95 = np.quantile(values, [0.5, 0.95])
                 lines.append(Line(measure, name, float(np.mean(values)), float(p50), float(p95), ratio))
+    differs = {line.measure for line in lines if line.ratio is not None and line.ratio.verdict in ("less", "more")}
+    lines.sort(key=lambda line: line.measure not in differs)
     totals = {name: _run_measures(run) for name, run in runs.items()}
     for measure in dict.fromkeys(chain.from_iterable(totals.values())):
         lines += [Line(measure, name, total[measure]) for name, total in totals.items() if measure in total]
     return lines
+
+
+def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
+    """For each run after the first: how much faster or slower its steps are, or why there is no verdict."""
+    first, *others = runs
+    ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
+    loads = {name: outside_load(run) for name, run in runs.items()}
+    for name in others:
+        reasons = [f"{which}: {loads[which]}" for which in (first, name) if loads[which]]
+        yield (
+            f"no verdict on {name} and {first}. {' '.join(reasons)}"
+            if reasons
+            else _headline(name, first, ratios.get(name))
+        )
+
+
+def _headline(name: str, first: str, ratio: Ratio | None) -> str:
+    if ratio is None or not ratio.low > 0:
+        return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
+    _, low, high, verdict = ratio
+    if verdict == "more":
+        return f"{name} is {ratio.value:.2f}x slower than {first}, {low:.2f} to {high:.2f} with 95% confidence"
+    speed = f"{1 / ratio.value:.2f}x"
+    interval = f"{1 / high:.2f} to {1 / low:.2f} with 95% confidence"
+    if verdict == "less":
+        return f"{name} is {speed} faster than {first}, {interval}"
+    return f"no difference can be seen between {name} and {first}: {speed} as fast, {interval}"
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
@@ -162,7 +194,7 @@ def _run_measures(run: Run) -> dict[str, float]:
     return measures
 
 
-# The table, the picture and the page
+# The table and the page
 
 
 def as_table(lines: Sequence[Line]) -> Table:
@@ -170,69 +202,58 @@ def as_table(lines: Sequence[Line]) -> Table:
     for name in ("measure", "run", "mean", "p50", "p95", "ratio", "95% interval", "difference"):
         table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
-        for number, (_, run, mean, p50, p95, ratio) in enumerate(group):
-            cells = ["" if value is None else f"{value:.4g}" for value in (mean, p50, p95)]
-            if ratio is not None:
-                interval = "" if np.isnan(ratio.low) else f"{ratio.low:.3f} to {ratio.high:.3f}"
-                cells += [f"{ratio.value:.3f}", interval, ratio.verdict]
-            table.add_row("" if number else escape_markup(measure), escape_markup(run), *cells)
+        for number, line in enumerate(group):
+            table.add_row("" if number else escape_markup(measure), escape_markup(line.run), *cells_of(line))
     return table
 
 
-def write_comparison(runs: Mapping[str, Run], table: str, folder: Path) -> list[Path]:
-    """Write `comparison.png`, `.svg` and `.html` (with the printed table) into the folder. Returns the files.
+def cells_of(line: Line) -> list[str]:
+    """Mean, p50, p95, ratio, its interval and the verdict, as text."""
+    cells = ["" if value is None else with_unit(line.measure, value) for value in line[2:5]]
+    if line.ratio is None:
+        return [*cells, "", "", ""]
+    _, low, high, verdict = line.ratio
+    return [*cells, f"{line.ratio.value:.3f}", "" if np.isnan(low) else f"{low:.3f} to {high:.3f}", verdict]
 
-    The picture shows a typical step of each run, above the mean times of its operations.
-    """
+
+def with_unit(measure: str, value: float) -> str:
+    """A value with its unit: `0.55 ms`, `3.2 GiB`, `58%`; without one if the name of the measure does not tell it."""
+    if measure.startswith(TIMING) or measure.endswith("_s"):
+        return duration(value)
+    if measure.endswith("fraction"):
+        return f"{value:.0%}"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+    """Write `comparison.html`: headlines, a typical step of each run, the mean times of operations, and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    num_lanes = sum(1 + len({recorded.span.pool for recorded in run.spans}) for run in runs.values())
-    heights_in = [0.6 + 0.26 * num_lanes, 3.0]
-    with plots.style():
-        figure = plots.new_figure(sum(heights_in))
-        above, below = figure.subplots(2, 1, height_ratios=heights_in)
-        _timeline(above, runs)
-        plots.grouped_bars(below, {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()})
-        files = plots.save(figure, folder / "comparison", "png", "svg")
-    svg = files[1].read_text(encoding="utf-8")
-    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True).get_template("comparison.html")
-    text = page.render(title=" and ".join(runs), svg=svg[svg.index("<svg") :], table=table)
-    return [*files, write_atomically(folder / "comparison.html", [text])]
+    means = {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()}
+    operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
+    groups = groupby(lines, key=lambda line: line.measure)
+    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+    text = page.get_template("comparison.html").render(
+        headlines=[*headlines(runs, lines)],
+        steps=typical_steps(runs),
+        means=means,
+        colors=plots.colors_for(operations),
+        measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
+        duration=duration,
+    )
+    return write_atomically(folder / "comparison.html", [text])
 
 
-def _timeline(axes: plots.Axes, runs: Mapping[str, Run]) -> None:
-    """The first rank of each pool in a typical step (with the median duration) of each run, on a common time axis."""
-    places = count()
-    ticks: dict[int, str] = {}
-    typical: dict[str, tuple[int, float, float]] = {}
+def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
+    """For each run that has recorded a step: the number of the step with the median duration, its seconds, and what the
+    first rank of each pool did in it."""
+    found = {}
     for name, run in runs.items():
         steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
         if steps:
-            typical[name] = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
-    longest_s = max((end_s - start_s for _, start_s, end_s in typical.values()), default=0.0)
-    for name, (step, start_s, end_s) in typical.items():
-        heading = next(places)
-        axes.text(0, heading + 0.35, f"{name}: step {step}, {end_s - start_s:.2f} s", weight="bold", va="bottom")
-        for (pool, rank), lane in lanes(Timeline(runs[name].spans), start_s, end_s, explain=False).items():
-            if pool == DRIVER or rank > 0:
-                continue
-            place = next(places)
-            ticks[place] = pool
-            axes.barh(place, end_s - start_s, 0.8, color="#EFEFEF")
-            busy = [interval for interval in lane if interval.kind == "busy"]
-            colors = plots.colors_for(plots.in_step_order({interval.operation for interval in busy}))
-            for operation, group in groupby(busy, key=lambda interval: interval.operation):
-                bars = [(interval.start_s - start_s, interval.duration_s) for interval in group]
-                axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colors[operation])
-                left, right = bars[0][0], sum(bars[-1])
-                if right - left > longest_s * LETTER_WIDTH * (len(operation) + 1):
-                    ink = "white" if colors[operation] in plots.DARK else "black"
-                    axes.text((left + right) / 2, place, operation, color=ink, fontsize=7.5, ha="center", va="center")
-        axes.plot([end_s - start_s] * 2, [heading + 0.5, max(ticks) + 0.5], color="black", linewidth=1.2)
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="time in the step (s); grey: waiting", xlim=(0, None))
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
+            found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
+    return found
 
 
 # Training with several placements

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rolepool.files import atomic_path
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 SERIES_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
 """Colours of other lines (runs, pools, GPUs), used in this order and then repeated."""
-DARK = {"#009E73", "#0072B2", "#D55E00", "#000000", "#595959", "#8C8C8C"}
-"""Colours on which white text is easier to read than black text."""
 
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
 """Patterns that tell runs apart if colours already tell operations apart."""
@@ -34,12 +33,16 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
+REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
 UNITS = {
-    "perf/throughput": "tokens/s per process",
+    REWARD: "mean reward",
+    THROUGHPUT: "tokens/s per process",
     "perf/time_per_step": "s",
     "perf/total_num_tokens": "tokens per step",
 }
-"""The metrics of the plot `throughput`."""
+"""Metrics of the plots `overview` and `throughput`."""
+LEGEND_WIDTH = 20
+"""Letters of a line in a legend; longer names have several lines."""
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
@@ -79,18 +82,20 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             writer.writerows([name, step, *(row.get(key, "") for key in keys)] for step, row in metrics.items())
     with style():
         figures = {
-            "time_per_step": _stacked(logs) if timings else None,
+            "overview": _overview(logs),
             "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
             "time_per_token": _small_multiples(logs, dict.fromkeys(tokens, "ms per token")),
-            "throughput": _small_multiples(logs, UNITS),
-            "memory": _small_multiples(logs, dict.fromkeys(memory, "GB")),
+            "throughput": _small_multiples(logs, {key: UNITS[key] for key in UNITS if key != REWARD}),
+            "memory": _small_multiples(logs, dict.fromkeys(memory, "GiB")),
         }
         if timings and len(logs) > 1:
             figures["comparison"] = comparison = new_figure(3.6)
             grouped_bars(comparison.subplots(), {name: mean_times(metrics) for name, metrics in logs.items()})
         for name, figure in figures.items():
             if figure is not None:
-                written += save(figure, folder / name, "png")
+                written.append(folder / f"{name}.png")
+                with atomic_path(written[-1]) as temporary:
+                    figure.savefig(temporary)
     return written
 
 
@@ -117,15 +122,6 @@ def new_figure(height_in: float) -> Figure:
     return Figure(figsize=(9.0, height_in))
 
 
-def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
-    """Write the figure in each format, as `path` with that ending. Returns the files."""
-    files = [path.parent / f"{path.name}.{ending}" for ending in formats]
-    for file in files:
-        with atomic_path(file) as temporary:
-            figure.savefig(temporary, metadata={"Date": None} if file.suffix == ".svg" else None)
-    return files
-
-
 def _operations(names: set[str]) -> list[str]:
     """Operations that are not part of another one, in the order of a step."""
     return [name for name in in_step_order(names) if name not in PARTS_OF_GEN and "/" not in name]
@@ -134,56 +130,73 @@ def _operations(names: set[str]) -> list[str]:
 # Each figure
 
 
-def _stacked(logs: Mapping[str, MetricsByStep]) -> Figure:
-    """Stacked times of operations over steps, with the step's own time as a line; a panel for each log."""
-    import numpy as np
-
-    figure = new_figure(1.0 + 2.4 * len(logs))
-    panels = figure.subplots(len(logs), 1, sharey=True, squeeze=False)[:, 0]
+def _overview(logs: Mapping[str, MetricsByStep]) -> Figure | None:
+    """Reward, step time by operation (a panel for each log) and throughput."""
+    timed = [log for log, metrics in logs.items() if mean_times(metrics)]
+    panels = [*_logged(logs, [REWARD]), *timed, *_logged(logs, [THROUGHPUT])]
+    if not panels:
+        return None
+    figure = new_figure(0.6 + 2.4 * len(panels))
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
-    for axes, (log, metrics) in zip(panels, logs.items(), strict=True):
-        rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
-        times = np.array(
-            [[row.get(f"{TIMING}{name}", np.nan) for row in rows.values()] for name in (*operations, "step")]
-        )
-        heights, whole = np.nan_to_num(times[:-1]), times[-1]
-        # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
-        steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
-        stack = np.pad(heights, ((0, 0), (1, 1)), mode="edge")
-        axes.stackplot(steps, stack, step="mid", colors=colors_for(operations).values(), labels=operations)
-        line = np.pad(whole, 1, mode="edge")
-        axes.plot(steps, line, drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
-        total = np.nansum(whole)
-        share = f": operations add up to {heights.sum() / total:.0%} of the step times" if total else ""
-        axes.set(title=log + share, xlabel="step", ylabel="time per step (s)")
-        axes.margins(x=0)
-        axes.locator_params(axis="x", integer=True)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
-    note = "Stack above the line: operations overlapped, or ran outside the step (such as validation)."
-    figure.supxlabel(note, fontsize=8, color="#595959")
+    all_axes = dict(zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True))
+    for panel, axes in all_axes.items():
+        if panel in timed:
+            if panel != timed[0]:
+                axes.sharey(all_axes[timed[0]])
+            _stack(axes, panel, logs[panel], operations)
+        else:
+            _lines(axes, logs, panel, UNITS[panel])
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
     return figure
 
 
+def _logged(logs: Mapping[str, MetricsByStep], keys: Iterable[str]) -> list[str]:
+    """The keys for which some log has numbers."""
+    return [key for key in keys if any(finite_values(metrics, key) for metrics in logs.values())]
+
+
+def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[str]) -> None:
+    """Stacked times of operations over steps, with the step's own time as a line."""
+    import numpy as np
+
+    rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
+    times = np.array([[row.get(f"{TIMING}{name}", np.nan) for row in rows.values()] for name in (*operations, "step")])
+    heights, whole = np.nan_to_num(times[:-1]), times[-1]
+    # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
+    steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
+    stack = np.pad(heights, ((0, 0), (1, 1)), mode="edge")
+    axes.stackplot(steps, stack, step="mid", colors=colors_for(operations).values(), labels=operations)
+    line = np.pad(whole, 1, mode="edge")
+    axes.plot(steps, line, drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
+    label = "step (a stack above the line: operations overlapped, or ran outside the step)"
+    axes.set(title=fill(log, 80), xlabel=label, ylabel="time per step (s)")
+    axes.margins(x=0)
+    axes.locator_params(axis="x", integer=True)
+
+
+def _lines(axes: Axes, logs: Mapping[str, MetricsByStep], key: str, unit: str, title_width: int = 80) -> None:
+    """A metric over steps, with a line for each log. The axis begins at zero, or below if there are negative values."""
+    for color, (log, metrics) in zip(cycle(SERIES_COLORS), logs.items(), strict=False):
+        found = finite_values(metrics, key)
+        label, marker = fill(log, LEGEND_WIDTH), "." if len(found) < 40 else ""
+        axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=label)
+    title = fill(key.replace("/", "/ "), title_width).replace("/ ", "/")  # lines end after a slash
+    low, high = axes.get_ylim()
+    axes.set(title=title, xlabel="step", ylabel=unit, ylim=(min(0, low), max(0, high * 1.05)))
+    axes.grid(axis="y")
+    axes.locator_params(axis="x", integer=True)
+
+
 def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure | None:
-    """A panel for each key that has numbers, with a line for each log."""
-    lines = {key: [finite_values(metrics, key) for metrics in logs.values()] for key in units}
-    keys = [key for key in units if any(lines[key])]
+    """A panel for each key that has numbers."""
+    keys = _logged(logs, units)
     if not keys:
         return None
     num_columns = min(3, len(keys))
     num_rows = -(-len(keys) // num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
     for place, key in enumerate(keys, 1):
-        axes = figure.add_subplot(num_rows, num_columns, place)
-        for color, log, found in zip(cycle(SERIES_COLORS), logs, lines[key], strict=False):
-            marker = "." if len(found) < 40 else ""
-            axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=log)
-        title = key if len(key) < 36 else "/\n".join(key.rsplit("/", 1))  # a longer line would not fit
-        low, high = axes.get_ylim()
-        axes.set(title=title, xlabel="step", ylabel=units[key], ylim=(min(0, low), high * 1.05))
-        axes.grid(axis="y")
-        axes.locator_params(axis="x", integer=True)
+        _lines(figure.add_subplot(num_rows, num_columns, place), logs, key, units[key], title_width=90 // num_columns)
     if len(logs) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
@@ -208,7 +221,7 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
         if index:
             ratios = [f"×{means[name] / first[name]:.2f}" if first.get(name) else "" for name in names]
             axes.bar_label(bars, ratios, fontsize=7, rotation=90 if len(times) > 2 else 0)
-        handles.append(Patch(facecolor="#8C8C8C", label=run, **look))
+        handles.append(Patch(facecolor="#8C8C8C", label=fill(run, LEGEND_WIDTH), **look))
     axes.set_xticks(range(len(operations)), ["_\n".join(name.rsplit("_", 1)) for name in operations], fontsize=8)
     axes.set_ylabel("mean time (s)")
     axes.margins(x=0.02, y=0.12)

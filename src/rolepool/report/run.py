@@ -187,6 +187,8 @@ NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 # A plain number, or one as numpy and torch print it: np.float64(1.5), tensor(1.5, device='cuda:0'). Output of another
 # process may follow on the same line.
 FIELD = re.compile(rf"(?P<key>\S+?):\s*(?:[\w.]+\(\s*(?P<wrapped>{NUMBER})[^)]*\)|(?P<bare>{NUMBER}))(?:\s.*)?", re.I)
+REST = r"(?! *step:\d+ - )(?= *(?:- )?(?:\S* -|\S*[\d)] *(?:\n|$)))"
+"""What follows the place where a line was cut: the rest of a field and a separator, or the rest of the last field."""
 ADDED_LATER = ("val-core/", "val-aux/", "val/", "timing_s/testing", "timing_s/save_checkpoint")
 """Metrics that a validation or a save adds to a step that already has its line."""
 
@@ -223,8 +225,7 @@ def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
     exceptions: what a validation or a save adds to a step belongs to that step, and a repeated line counts once."""
     runs: list[MetricsByStep] = []
     last = math.inf
-    # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
-    for step, row in (row for part in lines for line in part.splitlines() for row in _parse_line(line)):
+    for step, row in (row for line in _unwrapped(lines) for row in _parse_line(line)):
         is_addition = all(name.startswith(ADDED_LATER) for name in row)
         if step > last:
             runs[-1][step] = row
@@ -236,9 +237,17 @@ def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
     return runs
 
 
+def _unwrapped(parts: Iterable[str]) -> list[str]:
+    """The lines. A line that a terminal has cut at its width, which is the longest length in the log, is one again."""
+    # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
+    lines = COLOR_CODE.sub("", "".join(parts)).splitlines()
+    width = max(map(len, lines), default=0)
+    return re.sub(rf"(?<=\n.{{{width}}})\n{REST}", "", "\n".join(["", *lines])).splitlines()
+
+
 def _parse_line(line: str) -> Iterator[tuple[int, dict[str, float]]]:
     """The rows in a line: usually none or one; two if a killed run left its line without an end."""
-    _, *found = STEP.split(COLOR_CODE.sub("", line))
+    _, *found = STEP.split(line.replace(" timing/", f" {TIMING}"))
     for step, text in zip(found[::2], found[1::2], strict=True):
         fields = (FIELD.fullmatch(part.strip()) for part in text.split(" - "))
         row = {field["key"]: float(field["wrapped"] or field["bare"]) for field in fields if field}

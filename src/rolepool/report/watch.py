@@ -1,22 +1,26 @@
 """A run in the terminal, while it trains in another terminal or after it has ended.
 
-Reads only what was added to the files of the run folder, and only the end of long files. A step's spans are written
-when the step ends, so the view shows the last recorded operation of each rank, with its step.
+Reads only what was added to the files of the run folder, and only the end of long files. While the run trains, the view
+shows what runs now, from `state.json`. Otherwise it shows the last step that was recorded, from its spans.
 """
 
 import contextlib
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
+from pydantic import TypeAdapter
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from rolepool.metrics.run_folder import sparkline
+from rolepool.metrics.run_folder import State, sparkline
 from rolepool.metrics.sampling import pool_use
+from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
+from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
 from rolepool.report.run import finite_values, read_run, value_at
 
@@ -24,9 +28,11 @@ LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
 LAST_BYTES = 2**21
 """How much of the end of a long file is read at first."""
-MAX_RANKS = 8
-"""Ranks shown for each pool."""
 SILENT_S = 30.0
+"""A run that has written nothing for longer may have ended."""
+SHORT_S = 3.0
+"""Steps that are shorter cannot be followed, because `state.json` is written once per second."""
+LANE_WIDTH = 78
 
 
 def watch(folder: str | Path, *, once: bool) -> None:
@@ -48,19 +54,23 @@ class WatchedRun:
 
     def __init__(self, folder: str | Path) -> None:
         self._run = read_run(folder, LAST_BYTES)
-        self._utilization: dict[str, str] = {}
+        self._utilization: dict[str, list[str]] = {}
         self.update()
 
     def update(self) -> None:
-        """Read what was added, and keep the last span of each rank."""
+        """Read what was added, and keep the spans of the last steps."""
         self._run.read_new()
-        self._run.spans.sort(key=lambda recorded: recorded.span.end_s)
-        self._last_spans = {(recorded.span.pool, recorded.span.rank): recorded for recorded in self._run.spans}
-        self._run.spans = [*self._last_spans.values()]
+        last = max((recorded.step for recorded in self._run.spans), default=0)
+        self._run.spans = [recorded for recorded in self._run.spans if recorded.step >= last - 1]
         for sample in self._run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
-                self._utilization[pool] = f"{percent:.0f}%, {gib:.1f} GiB"
+                self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
         self._run.monitor.clear()
+        self.state: State | None = None
+        with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
+            state = TypeAdapter(State).validate_json((self._run.folder / "state.json").read_bytes())
+            if time.time() - state.time_s < SILENT_S and not self.is_finished:
+                self.state = state
 
     def _values(self, name: str) -> list[float]:
         return list(finite_values(self._run.metrics, name).values())
@@ -88,37 +98,65 @@ class WatchedRun:
         """What to show now."""
         last = self._values("timing_s/step")[-10:]
         of_steps = f" of {self.num_steps}" if self.num_steps is not None else ""
-        words = [f"{self._run.name}: step {self.step}{of_steps}"]
+        words = [f"{self._run.name}: {self.state.what if self.state else f'step {self.step}'}{of_steps}"]
         if last:
-            words.append(f"{last[-1]:.3g} s per step")
+            words.append(f"{duration(last[-1])} per step")
         if last and self.num_steps is not None and not self.is_finished:
             words.append(f"about {timedelta(seconds=round((self.num_steps - self.step) * fmean(last)))} left")
         written_s = max((file.stat().st_mtime for file in self._run.folder.glob("*.jsonl")), default=time.time())
         silent_s = time.time() - written_s
         if self.is_finished:
             words.append("finished")
-        elif silent_s > max(SILENT_S, *last, 0):
-            words.append(f"nothing written for {silent_s:.0f} s")
+        elif self.state is None and silent_s > max(SILENT_S, *last, 0):
+            words.append(f"nothing written for {duration(silent_s)}")
         curve = "no reward yet"
         if rewards := self._values("critic/score/mean"):
             curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
-        return Group(Text(", ".join(words), style="bold"), self._table(), Text(curve))
+        is_followed = self.state and fmean(last or [SHORT_S]) >= SHORT_S
+        lanes = self._live_lanes(self.state, last) if self.state and is_followed else self._recorded_lanes()
+        return Group(Text(", ".join(words), style="bold"), *lanes, Text(curve))
 
-    def _table(self) -> Table:
-        """A line for each rank with its last operation. What concerns the pool is only in the pool's first line."""
-        columns = ("pool", "rank", "busy", "utilization", "last operation", "step", "took")
-        table = Table(*columns, box=None, padding=(0, 1, 0, 0))
-        colors = colors_for({recorded.operation for recorded in self._last_spans.values()})
-        for pool in sorted({pool for pool, _ in self._last_spans}):
-            ranks = sorted(rank for name, rank in self._last_spans if name == pool)
-            busy = self._values(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
-            pool_cells = [pool, f"{fmean(busy):.0%}" if busy else "", self._utilization.get(pool, "")]
-            for rank in ranks[:MAX_RANKS]:
-                step, operation, span = self._last_spans[pool, rank]
-                name, fraction, used = map(Text, pool_cells)
-                last = Text(operation, style=colors[operation])
-                table.add_row(name, str(rank), fraction, used, last, str(step), f"{span.duration_s:.3g} s")
-                pool_cells = ["", "", ""]
-            if len(ranks) > MAX_RANKS:
-                table.add_row("", f"and {len(ranks) - MAX_RANKS} more")
-        return table
+    def _live_lanes(self, state: State, last: Sequence[float]) -> Iterator[Text]:
+        """What each pool has done since the step began, on an axis as long as the last steps took."""
+        since_s, now_s = state.since_s, time.time()
+        axis_s = max(now_s - since_s, *last)
+        yield Text(f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}")
+        for pool, calls in state.pools.items():
+            running = [f"{name} for {duration(now_s - start_s)}" for name, start_s, end_s in calls if end_s is None]
+            yield self._title(f"{pool}: {''.join(running) or 'waiting'}", pool)
+            yield lane(
+                [(name, start_s - since_s, (end_s or now_s) - since_s) for name, start_s, end_s in calls], axis_s
+            )
+
+    def _recorded_lanes(self) -> Iterator[Text]:
+        """The last step whose spans are recorded, if nothing runs, or if steps are too short to follow."""
+        if bounds := step_bounds(self._run.spans):
+            step, (start_s, end_s) = max(bounds.items())
+            yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
+            for pool, bars in first_rank_lanes(self._run.spans, start_s, end_s).items():
+                yield self._title(pool, pool)
+                yield lane(bars, end_s - start_s)
+
+    def _title(self, words: str, pool: str) -> Text:
+        """The words, and how busy the pool was in the last steps."""
+        busy = self._values(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
+        more = [f"busy {fmean(busy):.0%}"] if busy else []
+        return Text(", ".join([words, *more, *self._utilization.get(pool, [])]))
+
+
+def lane(bars: Sequence[Bar], axis_s: float) -> Text:
+    """Operations as a line of text. Each has at least one letter; dots are time without work."""
+    cells_per_s = LANE_WIDTH / (axis_s or 1.0)
+    cells: list[str] = []
+    for operation, start_s, end_s in bars:
+        first = int(max(start_s, 0) * cells_per_s)
+        after = max(first + 1, round(end_s * cells_per_s))
+        cells += ["."] * (first - len(cells))
+        cells[first:] = [operation] * (after - first)
+    colors = colors_for({operation for operation, _, _ in bars})
+    text = Text(" ")
+    for operation, group in groupby(cells):
+        width = len(list(group))
+        letters = operation[: max(width - 1, 1)].ljust(width - 1, "." if operation == "." else "=").ljust(width)
+        text.append(letters, f"black on {colors[operation]}" if operation in colors else "dim")
+    return text

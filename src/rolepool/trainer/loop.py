@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from rolepool.cluster import Cluster, next_call_number
+from rolepool.cluster import Cluster, LiveState, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
@@ -161,9 +161,11 @@ class Trainer:
                 self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             self.loggers.start(self.folder.path)
+            self.live = LiveState(cluster.groups, lambda text: self.folder.write("state.json", text))
             try:
                 self._train(roles)
             finally:
+                self.live.stop()
                 self.loggers.close()
 
     def _train(self, roles: Roles) -> None:
@@ -194,6 +196,7 @@ class Trainer:
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
         """Returns the step's calls if some may still run in the next step, or None if all have ended."""
+        self.live.begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
@@ -218,6 +221,7 @@ class Trainer:
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
             return
+        self.live.begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         self.folder.add_samples(number, samples)
@@ -225,6 +229,7 @@ class Trainer:
         self.observer.on_samples(number, samples)
 
     def _save(self, roles: Roles, number: int) -> None:
+        self.live.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             data, kl_controller = self.loader.state_dict(), self.estimator.kl_controller.state_dict()
             self.checkpoints.save(roles, Position(step=number, data=data, kl_controller=kl_controller))

@@ -1,0 +1,58 @@
+"""What runs now in each pool, as a file for other programs such as `rolepool watch`.
+
+A thread of the driver asks Ray once per second which calls have ended. The workers and the step do not wait for it.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+from rolepool.cluster.group import WorkerGroup
+from rolepool.metrics.run_folder import State
+from rolepool.placement.roles import OPERATIONS
+
+INTERVAL_S = 1.0
+
+
+class LiveState:
+    """Writes a `State` as JSON once per second, until `stop`."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], write: Callable[[str], None]) -> None:
+        self._groups, self._write = groups, write
+        # Two operations have the same method; the first one in the order of a step gives the name.
+        self._names = {operation.method: operation.name for operation in reversed(OPERATIONS.values())}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.begin("starting")
+        self._thread.start()
+
+    def begin(self, what: str) -> None:
+        """What the run does from now on: a step, a validation, a save."""
+        self._what, self._since_s = what, time.time()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            pools = {pool: list(self._operations(group)) for pool, group in self._groups.items()}
+            state = State(time.time(), self._what, self._since_s, pools)
+            with suppress(OSError):  # the run itself reports a full disk
+                self._write(json.dumps(state._asdict()))
+
+    def _operations(self, group: WorkerGroup) -> Iterator[tuple[str, float, float | None]]:
+        """Name, start and end of what the pool has run since `begin`. Calls run one after another, so the first call
+        that has not ended is running, or it waits for its inputs."""
+        for call in (call for reference in list(group.recent) if (call := reference()) is not None and call.number):
+            if call.end_s is None and not all(source.has_ended(within_s=0) for source in call.sources):
+                return
+            call.start_s = call.start_s or time.time()
+            if call.end_s is None and call.has_ended(within_s=0):
+                call.end_s = time.time()
+            if call.end_s is None or call.end_s > self._since_s:
+                yield self._names.get(call.method, call.method), call.start_s, call.end_s
+            if call.end_s is None:
+                return
