@@ -52,6 +52,7 @@ class Browser:
         self._devtools("Emulation.setEmulatedMedia", features=features)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self._devtools("Emulation.setDeviceMetricsOverride", **size)
+        self.run("scrollTo(0, 0)")
         time.sleep(0.3)
         shot = self._devtools("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])

@@ -95,7 +95,7 @@ def open_run(folder: str | Path) -> Run:
                 run.plan = Plan.model_validate_json(file.read_bytes())
             else:
                 run.config = _Config.validate_python(yaml.safe_load(file.read_bytes()))
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
             run.skipped[file.name] = 1
     return run
 

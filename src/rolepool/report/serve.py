@@ -30,7 +30,7 @@ from rolepool.errors import ConfigError, RolepoolError, one_line
 from rolepool.report.run import TIMING, Run, finite_values, open_run, read_row, read_run, value_at
 from rolepool.report.views import render
 
-RUN_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json"}
+RUN_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
@@ -48,7 +48,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
-TEMPLATES.globals.update(value_at=value_at, finite_values=finite_values)
+TEMPLATES.globals.update(value_at=value_at, finite_values=finite_values, REPORT_BYTES=REPORT_BYTES)
 
 
 # Reading run folders
@@ -113,7 +113,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
     shown = {"name": name, "state": state, "run": run, "started_s": min(written_s), "silent_s": silent_s}
-    return {**shown, "step": step, "num_steps": num_steps, "step_s": step_s}
+    return {**shown, "files": signature, "step": step, "num_steps": num_steps, "step_s": step_s}
 
 
 def state_of(folder: Path, is_finished: bool, is_silent: bool) -> str:
