@@ -4,6 +4,7 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,26 @@ def watch(parser: Parser, arguments: list[str]) -> None:
     show_run(options.run, once=options.once)
 
 
+def serve(parser: Parser, arguments: list[str]) -> None:
+    """Show all runs below a folder in the browser: a live list, the report of each run, and comparisons."""
+    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default: runs")
+    parser.add_argument("--port", type=int, default=0, help="default: a free port")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    options = parser.parse_intermixed_args(arguments)
+
+    from rolepool.report.serve import Server
+
+    with explained(f"--host {options.host} --port {options.port}: cannot be used", "name another one", OverflowError):
+        server = Server(Path(options.folder), options.host, options.port)
+    if not str(server.server_address[0]).startswith("127."):
+        warning = f"--host {options.host}: other machines can reach this page, and it is not encrypted"
+        print_errors([warning], label="warning: ")
+    print(f"runs in {server.root}; press Ctrl-C to stop\n{server.url}", flush=True)
+    with suppress(KeyboardInterrupt), server:
+        server.serve_forever()
+    print("stopped")
+
+
 def demo(parser: Parser, arguments: list[str]) -> None:
     """Create the demo's models, tokenizer and prompts in a folder, unless they exist."""
     parser.add_argument("folder", nargs="?", default="runs/demo_data", help="default: runs/demo_data")
@@ -222,7 +243,8 @@ def plot(parser: Parser, arguments: list[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {
-    command.__name__: command for command in (plan, config, train, watch, report, compare, plot, trace, export, demo)
+    command.__name__: command
+    for command in (plan, config, train, watch, serve, report, compare, plot, trace, export, demo)
 }
 WORDS = {"plan": "FILE or key=value", "config": "KEY, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""

@@ -255,6 +255,7 @@ def modules_after(python: Callable[..., subprocess.CompletedProcess[str]], state
         ["report", "nowhere"],
         ["watch", "nowhere", "--once"],
         ["trace", "nowhere"],
+        ["serve", "nowhere"],
         ["plan", "--nope"],
         ["config"],
         ["config", "trainer.nnodes"],

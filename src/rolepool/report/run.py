@@ -80,6 +80,16 @@ def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
 
     `last_bytes` limits how much is read of spans and samples: only the end of a longer file.
     """
+    run = open_run(folder)
+    samples = JsonLines(run.folder / "monitor.jsonl", read_sample, last_bytes)
+    spans = JsonLines(run.folder / "spans.jsonl", read_span, last_bytes)
+    run.files = (JsonLines(run.folder / "metrics.jsonl", read_row), spans, samples)
+    run.read_new()
+    return run
+
+
+def open_run(folder: str | Path) -> Run:
+    """Read only config and plan of a run folder. Raises ConfigError if the folder is not one."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
@@ -91,12 +101,8 @@ def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
                 run.plan = Plan.model_validate_json(file.read_bytes())
             else:
                 run.config = _Config.validate_python(yaml.safe_load(file.read_bytes()))
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
             run.skipped[file.name] = 1
-    samples = JsonLines(folder / "monitor.jsonl", read_sample, last_bytes)
-    spans = JsonLines(folder / "spans.jsonl", read_span, last_bytes)
-    run.files = (JsonLines(folder / "metrics.jsonl", read_row), spans, samples)
-    run.read_new()
     return run
 
 

@@ -1,0 +1,240 @@
+"""The runs below a folder in the browser: a list that follows them, the report of each run, and comparisons.
+
+Owns the web server, who may use it, and what is read for the list. It only reads run folders, and opens only those that
+it lists. The cost of a request is limited: the list reads the end and some other rows of a long metrics.jsonl, a report
+reads only the end of long spans, and what was read is kept until a file changes. The pages are `serve*.html`.
+"""
+
+import os
+import re
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import parse_qs
+
+import psutil
+from jinja2 import Environment, PackageLoader
+
+from rolepool.errors import ConfigError, RolepoolError, one_line
+from rolepool.report import compare as comparison
+from rolepool.report.run import TIMING, Run, finite_values, open_run, read_row, read_run, value_at
+from rolepool.report.views import render
+
+RUN_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
+SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
+MAX_FOLDERS = 5_000
+"""Folders that are searched for runs."""
+TAIL_BYTES = 2**15
+"""How much of the end of metrics.jsonl the list reads."""
+NUM_SAMPLES = 80
+"""Rows that the list reads from the rest of metrics.jsonl."""
+REPORT_BYTES = 2**25
+"""How much of the end of spans and samples a report reads."""
+MAX_COMPARED = 8
+SILENT_S = 60.0
+"""A run on another machine that has written nothing for this time, and for five steps, may have ended."""
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+TEMPLATES.globals.update(value_at=value_at, finite_values=finite_values, REPORT_BYTES=REPORT_BYTES)
+
+
+# Reading run folders
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """The run folders below `root`, by their path from there. Links to folders are not followed. Earlier runs inside a
+    run folder are not listed."""
+    runs = {}
+    for folder, names, files in islice(os.walk(root), MAX_FOLDERS):
+        if RUN_FILES.isdisjoint(files):
+            names[:] = sorted(name for name in names if not name.startswith("."))
+        else:
+            names.clear()
+            name = root.name if folder == str(root) else os.path.relpath(folder, root)
+            runs[name.encode(errors="replace").decode()] = Path(folder)
+    return runs
+
+
+@lru_cache(maxsize=MAX_FOLDERS)
+def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
+    """The run with the metrics that the list shows. The result is kept until the signature of its files changes."""
+    run = open_run(folder)
+    for line in sample_lines(folder / "metrics.jsonl"):
+        try:
+            step, row = read_row(line)
+            run.metrics.setdefault(step, {}).update({name: row[name] for name in SHOWN_METRICS if name in row})
+        except ValueError:
+            run.skipped["metrics.jsonl"] = run.skipped.get("metrics.jsonl", 0) + 1
+    return run
+
+
+def sample_lines(path: Path) -> Iterator[bytes]:
+    """The lines at the end of a file, after some lines that are spread over the rest of a long file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            for offset in [*range(0, tail, tail // NUM_SAMPLES + 1), tail]:
+                file.seek(offset)
+                if offset:
+                    file.readline(TAIL_BYTES)  # the rest of a line
+                text = file.read(TAIL_BYTES) if offset == tail else file.readline(TAIL_BYTES)
+                yield from text[: text.rfind(b"\n") + 1].splitlines()  # without a line that is being written
+
+
+def describe(name: str, folder: Path) -> dict[str, Any]:
+    """What the pages show of a run. If the run folder cannot be read, that is only its name and the error."""
+    try:
+        files = [file for file in os.scandir(folder) if file.name in RUN_FILES and file.is_file()]
+        signature = tuple(sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+        run = sample_run(folder, signature)
+        written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
+        silent_s = max(0.0, time.time() - max(written_s))
+        times_s = finite_values(run.metrics, f"{TIMING}step")
+        step_s = median([*times_s.values()][-10:]) if times_s else 0.0
+        step, totals = max(times_s, default=0), finite_values(run.metrics, "training/num_steps")
+        num_steps = [value_at(run.config, "trainer.total_training_steps"), *totals.values()][-1]
+        is_finished = isinstance(num_steps, int | float) and step >= num_steps
+        if value_at(run.config, "trainer.val_only") is True:
+            is_finished = any(f"{TIMING}testing" in row for row in run.metrics.values())
+        state = state_of(folder, is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
+    except Exception as error:  # no run folder may break the list
+        return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
+    shown = {"name": name, "state": state, "run": run, "started_s": min(written_s), "silent_s": silent_s}
+    return {**shown, "files": signature, "step": step, "num_steps": num_steps, "step_s": step_s}
+
+
+def state_of(folder: Path, is_finished: bool, is_silent: bool) -> str:
+    """A run holds a lock, which names its process and its machine. It removes the lock when it ends."""
+    lock = folder / ".lock"
+    if not lock.is_file():
+        return "finished" if is_finished else "stopped"
+    pid, _, machine = lock.read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
+    if machine != os.uname().nodename:
+        return "running" if not is_silent else "finished" if is_finished else "unknown"
+    with suppress(psutil.NoSuchProcess, ValueError):
+        # A process that is younger than the lock is another one with the same number.
+        if psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 2:
+            return "running"
+    return "finished" if is_finished else "failed"
+
+
+# Pages
+
+
+def list_page(server: "Server", query: dict[str, list[str]]) -> str:
+    rows = [describe(name, folder) for name, folder in find_runs(server.root).items()]
+    rows.sort(key=lambda row: (-row["started_s"], row["name"]))
+    return TEMPLATES.get_template("serve.html").render(root=server.root, rows=rows, nonce=secrets.token_urlsafe())
+
+
+def report_page(server: "Server", query: dict[str, list[str]]) -> str:
+    name, folder = next(iter(server.chosen(query).items()))
+    with server.busy:
+        return _with_bar(render(read_run(folder, REPORT_BYTES)), row=describe(name, folder))
+
+
+def comparison_page(server: "Server", query: dict[str, list[str]]) -> str:
+    with server.busy, tempfile.TemporaryDirectory() as output:
+        runs = comparison.read_runs([*server.chosen(query).values()])
+        if "force" not in query:
+            comparison.check_same_work(runs)
+        file = comparison.write_comparison(runs, comparison.compare(runs), Path(output))
+        return _with_bar(file.read_text(encoding="utf-8"))
+
+
+def _with_bar(page: str, **values: Any) -> str:
+    """Add a line with a link to the list at the beginning of a page."""
+    bar = TEMPLATES.get_template("serve_bar.html").render(**values)
+    return re.sub(r"<body[^>]*>|(?=<h1)", lambda match: match[0] + bar, page, count=1)
+
+
+PAGES = {"/": list_page, "/report": report_page, "/compare": comparison_page}
+
+
+# The server
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the runs below a folder to everyone who knows the token."""
+
+    def __init__(self, folder: Path, host: str, port: int) -> None:
+        self.root = folder.resolve()
+        if not self.root.is_dir():
+            raise ConfigError(f"{folder}: is not a folder; give the folder that holds your runs")
+        self.token = secrets.token_urlsafe()
+        self.busy = threading.Lock()
+        """Held while a report or a comparison is made, so that only one is made at a time."""
+        self.hosts = re.compile(rf"(localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}|[\d.]+)(:\d+)?", re.I)
+        """Addresses, and names of this machine. Any other name in a Host header could be that of a site that sends its
+        visitors' browsers here (DNS rebinding)."""
+        super().__init__((host, port), Handler)
+        self.cookie = f"rolepool_{self.server_port}={self.token}"
+        self.url = f"http://{host}:{self.server_port}/?token={self.token}"
+
+    def chosen(self, query: dict[str, list[str]]) -> dict[str, Path]:
+        """The runs that a query names. Raises ConfigError if there are too many, or if one is not in the list."""
+        runs, names = find_runs(self.root), query.get("run", [])
+        if not names or len(names) > MAX_COMPARED or not runs.keys() >= set(names):
+            raise ConfigError(f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}")
+        return {name: runs[name] for name in names}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request, which can only be a GET."""
+
+    server: Server
+    server_version, sys_version = "rolepool", ""
+    timeout = 30
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a browser may close its connection at any time
+            super().handle()
+
+    def log_message(self, *arguments: Any) -> None:
+        """Requests are not logged, because the first one contains the token."""
+
+    def do_GET(self) -> None:
+        path, _, text = self.path.partition("?")
+        query, server = parse_qs(text), self.server
+        cookies = [cookie.strip().encode() for cookie in self.headers.get("Cookie", "").split(";")]
+        knows_cookie = any(secrets.compare_digest(cookie, server.cookie.encode()) for cookie in cookies)
+        knows_token = secrets.compare_digest(query.get("token", [""])[0].encode(), server.token.encode())
+        is_for_us = server.hosts.fullmatch(self.headers.get("Host", ""))
+        if not is_for_us or not (knows_token or knows_cookie):
+            self._send(403, "403: open the URL that `rolepool serve` printed\n", {"Content-Type": "text/plain"})
+        elif knows_token:
+            self._send(303, "", {"Location": "/", "Set-Cookie": f"{server.cookie}; Path=/; HttpOnly; SameSite=Strict"})
+        elif path not in PAGES:
+            self._send(404, "404: there is no such page\n", {"Content-Type": "text/plain"})
+        else:
+            self._answer(path, query)
+
+    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
+        try:
+            status, page = 200, PAGES[path](self.server, query)
+        except Exception as error:  # no run folder may end the server
+            if not isinstance(error, RolepoolError):
+                self.server.handle_error(self.request, self.client_address)  # prints the traceback
+            problems = error.problems if isinstance(error, RolepoolError) else [one_line(error)]
+            status, page = 400, TEMPLATES.get_template("serve_error.html").render(problems=problems, query=query)
+        self._send(status, page, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY})
+
+    def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
+        body = text.encode(errors="replace")
+        self.send_response(status)
+        for name, value in {**HEADERS, **headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
