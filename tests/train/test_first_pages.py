@@ -76,7 +76,8 @@ def test_the_configs_beside_those_of_trl_and_verl_can_be_planned(root: Path, tmp
     words = [word for word in ours if "=" in word]
     assert set(words) - set(theirs) == {"placement.strategy=split"}
     assert {word for word in theirs if "=" in word} - set(words) == {"actor_rollout_ref.rollout.name=vllm"}
-    paths = f"actor_rollout_ref.model.path={root}/recipes/shapes/deepseek-llm-7b-chat critic.model.path={root}/recipes/shapes/deepseek-llm-7b-chat"
+    shape = root / "recipes/shapes/deepseek-llm-7b-chat"
+    paths = f"actor_rollout_ref.model.path={shape} critic.model.path={shape}"
     ended = shell(f"rolepool plan {' '.join(words)} {paths} --inventory 8 --gpu-memory 80 --strict", tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "critic_pool" in ended.stdout
