@@ -452,8 +452,9 @@ def test_in_a_browser_runs_are_followed_compared_and_opened(tmp_path: Path, runs
 
         window.click("button")
         heading = window.wait_for("return document.querySelector('h1').textContent", timeout_s=60)
-        assert sorted(heading.split(" and ")) == ["one", "two"]
-        assert window.run("return document.querySelectorAll('svg').length") >= 1
+        assert "one" in heading
+        assert "two" in heading
+        assert window.run("return document.querySelectorAll('.bar').length") >= 2
 
         window.click("nav a")
         window.wait_for("return document.querySelectorAll('input:checked').length === 2")

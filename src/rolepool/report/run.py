@@ -246,7 +246,7 @@ def parse_log(lines: Iterable[str]) -> list[MetricsByStep]:
 def _unwrapped(parts: Iterable[str]) -> list[str]:
     """The lines. A line that a terminal has cut at its width, which is the longest length in the log, is one again."""
     # A progress bar returns to the start of its line with a carriage return, which `splitlines` takes for a line end.
-    lines = COLOR_CODE.sub("", "".join(parts)).splitlines()
+    lines = [line for part in parts for line in COLOR_CODE.sub("", part).splitlines()]
     width = max(map(len, lines), default=0)
     return re.sub(rf"(?<=\n.{{{width}}})\n{REST}", "", "\n".join(["", *lines])).splitlines()
 

@@ -148,6 +148,8 @@ def report_page(server: "Server", query: dict[str, list[str]]) -> str:
 def comparison_page(server: "Server", query: dict[str, list[str]]) -> str:
     with server.busy, tempfile.TemporaryDirectory() as output:
         runs = comparison.read_runs([*server.chosen(query).values()])
+        if len(runs) < 2:
+            raise ConfigError(f"{', '.join(runs)}: choose at least two runs")
         if "force" not in query:
             comparison.check_same_work(runs)
         file = comparison.write_comparison(runs, comparison.compare(runs), Path(output))
