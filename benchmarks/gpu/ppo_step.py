@@ -396,7 +396,7 @@ def run_part(
         steps = f"trainer.total_training_steps={options.steps}"
         program = [str(HERE / "ppo_step_profile.py")] if part == "idle" else ["-m", "rolepool", "train", steps]
         placement = PLACEMENTS["standard" if part == "idle" else part]
-        command = [*program, *words, *placement, f"trainer.default_local_dir={run}"]
+        command = [*program, "trainer.save_freq=-1", *words, *placement, f"trainer.default_local_dir={run}"]
         ended = run_process(part, command, run, options.timeout_s, gpu)
     try:
         if part == "idle":

@@ -88,7 +88,8 @@ def course(demo: Demo, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pyt
         steps.append(Scored(texts_of(rollouts.batch, tokenizer), scores))
         return step
 
-    loaded = recipe(demo, f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}")
+    keys = [f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder}", "trainer.save_freq=-1"]
+    loaded = recipe(demo, *keys)
     trainer = Trainer(loaded)
     trainer.step = watched_step
     trainer.run()
