@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,16 @@ def test_wide_and_narrow_in_light_and_dark_every_bar_has_a_width_and_all_text_is
         assert min(page["colors"]) > 5  # something is drawn on every canvas
         assert page["texts"] > 60
         assert page["faint"] == []
+
+
+def test_the_page_of_a_cpu_run_says_nothing_about_gpus(open_page: Open) -> None:
+    run = make_run()
+    on_cpu = [each._replace(span=each.span._replace(device="cpu")) for each in run.spans]
+    elements = open_page(render(replace(run, spans=on_cpu)))
+    (shown,) = re.findall(r"<main.*</main>", elements, flags=re.DOTALL)
+    assert "node:CPU slot of each rank" in shown
+    assert "GPU" not in shown
+    assert "node:GPU of each rank" in open_page(render(run))
 
 
 def test_a_run_without_anything_makes_a_page_without_an_error(open_page: Open) -> None:
