@@ -127,7 +127,7 @@ def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
             rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
-    cell_width = max(len(cell) for cell in (*titles, *(cell for _, row in rows for cell in row)))
+    cell_width = max(map(len, [*titles, *(cell.plain for _, row in rows for cell in row)]))
     num_fitting = (console_width - max(4, *(len(name) for name, _ in rows))) // (cell_width + GRID_GAP)
     # If not all columns fit, a table has at most half of the columns of a node with 16 GPUs.
     num_columns = num_fitting if num_fitting >= len(titles) else min(num_fitting, MAX_COLUMNS // 2) or 1
