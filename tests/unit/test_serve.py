@@ -23,7 +23,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import pytest
 from markupsafe import escape
 from synthetic_runs import write_run
-from web_driver import CHROMIUM, DRIVER, browser, wait_until
+from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
 from rolepool.report.serve import NUM_SAMPLES, TAIL_BYTES, Server, describe, find_runs, sample_lines
@@ -428,23 +428,46 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(
 # In a browser
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine")
-def test_in_a_browser_runs_are_followed_compared_and_opened(tmp_path: Path, runs: Path) -> None:
+needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine")
+
+
+@pytest.fixture
+def three_runs(tmp_path: Path, runs: Path) -> Path:
+    """A finished run, a running one and one with a hostile name."""
     for name, copied in (("one", "one"), ("two", "group/two"), (HOSTILE, "one")):
         copy_of(runs, copied, tmp_path / name)
     lock(tmp_path / "two", f"process {os.getpid()} on {os.uname().nodename}")
-    with serving(tmp_path) as client, browser() as window:
+    return tmp_path
+
+
+@pytest.mark.browser
+@needs_browser
+def test_in_a_browser_runs_are_listed_and_opened(three_runs: Path) -> None:
+    with serving(three_runs) as client, browser() as window:
         window.open(client.server.url)
         assert window.run("return location.search") == ""
         names = window.run("return [...document.querySelectorAll('tbody a')].map((link) => link.textContent)")
         assert sorted(names) == sorted(["one", "two", HOSTILE])
         assert window.run("return document.querySelector('button').disabled")
+        window.click("a[href='/report?run=two']")
+        window.wait_for("return document.body.innerText.includes('Timeline')")
+        assert window.run("return document.querySelector('nav').innerText").startswith(
+            "All runs\nrunning, step 6 of 10"
+        )
+        assert window.run("return document.getElementById('errors').textContent") == ""
+        assert window.errors() == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@needs_browser
+def test_in_a_browser_ticks_survive_updates_and_ticked_runs_are_compared(three_runs: Path) -> None:
+    with serving(three_runs) as client, browser() as window:
+        window.open(client.server.url)
         window.click("input[value=one]")
         window.click("input[value=two]")
         assert window.run("return document.querySelector('button').textContent") == "Compare 2 runs"
-
-        with (tmp_path / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with (three_runs / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 7, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
         window.wait_for("return document.body.innerText.includes('step 7 of 10')")
         ticked = window.run("return [...document.querySelectorAll('input:checked')].map((box) => box.value)")
@@ -455,17 +478,30 @@ def test_in_a_browser_runs_are_followed_compared_and_opened(tmp_path: Path, runs
         assert "one" in heading
         assert "two" in heading
         assert window.run("return document.querySelectorAll('.bar').length") >= 2
-
         window.click("nav a")
         window.wait_for("return document.querySelectorAll('input:checked').length === 2")
-        window.click("a[href='/report?run=two']")
-        window.wait_for("return document.body.innerText.includes('Timeline')")
-        assert window.run("return document.querySelector('nav').innerText").startswith(
-            "All runs\nrunning, step 7 of 10"
-        )
-        assert window.run("return document.getElementById('errors').textContent") == ""
         assert window.errors() == []
 
-        client.server.token = client.server.cookie = "of a server that was started again"
-        window.open(client.server.url.split("?")[0])
-        wait_until(lambda: "403" in window.run("return document.body.innerText"), "a refusal")
+        client.server.cookie = "the cookie of a server that was started again"
+        window.wait_for("return document.getElementById('connection').textContent.includes('rolepool serve printed')")
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@needs_browser
+def test_in_a_browser_the_report_of_a_running_run_follows_it(three_runs: Path) -> None:
+    with serving(three_runs) as client, browser() as window:
+        window.open(client.server.url)
+        window.click("a[href='/report?run=two']")
+        window.wait_for("return document.body.innerText.includes('Timeline')")
+        window.run("scrollTo(0, 400)")
+        with (three_runs / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"step": 7, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
+        window.wait_for("return document.querySelector('nav')?.innerText.includes('step 7 of 10')")
+        window.wait_for("return scrollY === 400", timeout_s=3)
+        window.run("scrollTo(0, 0)")
+        window.click("#follow")
+        with (three_runs / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"step": 8, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
+        time.sleep(11)
+        assert "step 7 of 10" in window.run("return document.querySelector('nav').innerText")

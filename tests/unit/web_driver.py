@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,11 @@ class Browser:
 
     def wait_for(self, script: str, timeout_s: float = 20.0) -> Any:
         """What the script returns as soon as that is true."""
-        return wait_until(lambda: self.run(script), script, timeout_s)
+        end = time.monotonic() + timeout_s
+        while not (found := self.run(script)):
+            assert time.monotonic() < end, f"not within {timeout_s} s: {script}"
+            time.sleep(0.05)
+        return found
 
     def errors(self) -> list[str]:
         """What the pages wrote to the console as errors since the last call, such as what a policy has blocked."""
@@ -80,14 +84,6 @@ def browser() -> Iterator[Browser]:
                 urllib.request.urlopen(urllib.request.Request(session, method="DELETE"), timeout=30).close()
         finally:
             process.terminate()
-
-
-def wait_until(check: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := check()):
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-    return found
 
 
 def _call(address: str, /, **body: Any) -> Any:
