@@ -51,7 +51,7 @@ class DataConfig(Section):
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = None
-    """Python file with the reward function; null uses the built-in rule for the row's data_source."""
+    """Python file with the reward function; null uses reward.functions."""
     name: str = "compute_score"
     """Name of the function in that file."""
 
