@@ -125,9 +125,8 @@ def test_letters_beyond_ascii_do_not_shift_the_lines_after_them(
 def test_another_column_can_hold_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_parquet(tmp_path / "x.parquet", row(prompt=..., question="a b"))
     assert prompts_of(tokenizer, file, prompt_key="question").take([0])["raw_prompt_ids"][0] == [4, 5]
-    assert "prompt=null: Input should be a valid list; a prompt is a string" in problem(
-        lambda: prompts_of(tokenizer, file)
-    )
+    said = problem(lambda: prompts_of(tokenizer, file))
+    assert "data.prompt_key=prompt: there is no such column (columns: data_source, reward_model," in said
 
 
 def test_only_the_first_samples_are_used_and_looked_at(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -270,8 +269,9 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
             row(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
             "prompt.0.content=[{type:image}]: Input should be a valid string",
         ),
-        (row(data_source=...), "data_source=null: Input should be a valid string; it names the dataset"),
-        (row(data_source=3), "data_source=3: Input should be a valid string"),
+        (row(data_source=...), "there is no built-in reward for data_source 'x'; set reward.functions to a rule"),
+        (row(data_source=3), "data_source=3: Input should be a valid string; it names the dataset"),
+        (row(data_source=""), "data_source=: String should have at least 1 character"),
         (row(reward_model=...), "has no reward_model.ground_truth"),
         (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
         (row(reward_model="rule"), "reward_model=rule: Input should be a valid dictionary"),
@@ -331,24 +331,34 @@ def test_a_whole_pair_of_escapes_is_a_character(tmp_path: Path, tokenizer: PreTr
     assert len(prompts_of(tokenizer, file)) == 1
 
 
-@pytest.mark.parametrize("truth", ["seven", "nan", [7]])
+@pytest.mark.parametrize("truth", ["seven", "nan", [7], "1,072", ""])
 def test_a_ground_truth_that_its_rule_cannot_read_is_named_before_anything_is_generated(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, truth: Any
 ) -> None:
     bad = row(data_source="openai/gsm8k", reward_model={"ground_truth": truth})
     file = write_jsonl(tmp_path / "x.jsonl", row(), bad)
     said = problem(lambda: prompts_of(tokenizer, file))
-    assert said == f"{file}, line 2: reward_model.ground_truth is {truth!r}; the rule gsm8k needs a number"
+    reason = f"the ground truth is {truth!r}; the rule gsm8k needs a number without commas"
+    assert said == f"{file}, line 2: {reason}"
     assert len(prompts_of(tokenizer, file, needs_ground_truth=False)) == 2
 
 
-def test_of_many_bad_rows_the_first_five_are_shown_and_the_rest_counted(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    file = write_jsonl(tmp_path / "x.jsonl", *[row(data_source=...)] * 7, row())
+def test_bad_rows_are_one_line_for_each_kind_of_problem(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    sums = [row(data_source="gsm8k", reward_model={"ground_truth": truth}) for truth in ("seven", "eight", "nine")]
+    rows = [row(prompt=7), "{\n", row(prompt=8), *sums, row(), "[\n", row(prompt="  "), row(prompt=" ")]
+    file = write_jsonl(tmp_path / "x.jsonl", *rows)
     lines = problem(lambda: prompts_of(tokenizer, file)).splitlines()
-    assert [line.split(":")[0].split(", ")[1] for line in lines[:5]] == [f"line {i}" for i in range(1, 6)]
-    assert lines[5:] == ["data.train_files: 2 more of 8 rows are bad"]
+    assert [line.split(":")[0] for line in lines] == [f"{file}, line {number}" for number in (1, 2, 4, 9)]
+    assert [line.rpartition(" (")[2] for line in lines] == [f"{n} of 10 rows have this problem)" for n in (2, 2, 3, 2)]
+    assert "the ground truth is 'seven'" in lines[2]
+
+
+def test_rows_that_the_template_refuses_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    file = write_jsonl(tmp_path / "x.jsonl", *[row()] * 3)
+    (line,) = problem(lambda: prompts_of(tokenizer, file)).splitlines()
+    assert line.startswith(f"{file}, line 1: the chat template of")
+    assert line.endswith("(3 of 3 rows have this problem)")
 
 
 def test_a_ground_truth_is_only_needed_where_a_rule_reads_it(
@@ -397,7 +407,114 @@ def test_a_parquet_file_with_none_of_the_columns_says_which_it_has(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     file = write_parquet(tmp_path / "x.parquet", {"question": "a", "answer": "b"})
-    assert problem(lambda: prompts_of(tokenizer, file)).endswith("it has question, answer")
+    assert problem(lambda: prompts_of(tokenizer, file)).endswith("there is no such column (columns: question, answer)")
+
+
+# Files that were not written for rolepool
+
+
+@WRITERS
+def test_two_columns_are_enough(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, write: Write, ending: str) -> None:
+    file = write(tmp_path / f"gsm8k.{ending}", {"question": "a b", "answer": "7"}, {"question": "c", "answer": "8"})
+    columns = prompts_of(tokenizer, file, prompt_key="question", answer_key="answer").take([0, 1])
+    assert columns["raw_prompt_ids"] == [[4, 5], [6]]
+    assert columns["data_source"] == ["gsm8k", "gsm8k"]
+    assert columns["reward_model"] == [{"ground_truth": "7"}, {"ground_truth": "8"}]
+    assert columns["extra_info"] == [{}, {}]
+
+
+def test_the_answer_key_replaces_the_ground_truth_and_must_exist(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row("a", final="b"), row("b", final=None), row("c"))
+    assert prompts_of(tokenizer, file, answer_key="final", max_samples=1).take([0])["reward_model"] == [
+        {"style": "rule", "ground_truth": "b"}
+    ]
+    lines = problem(lambda: prompts_of(tokenizer, file, answer_key="final")).splitlines()
+    assert lines[0].startswith(
+        f"{file}, line 2: has no final, which a rule compares with the response (columns: prompt"
+    )
+    assert lines[1].startswith(f"{file}, line 3: data.answer_key=final: there is no such column (columns: prompt, data")
+    two = prompts_of(tokenizer, file, answer_key="final", max_samples=2, needs_ground_truth=False)
+    assert two.take([1])["reward_model"][0]["ground_truth"] is None
+
+
+@WRITERS
+def test_other_columns_reach_the_reward_function_and_extra_info_wins(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, write: Write, ending: str
+) -> None:
+    rows = [{**row("a"), "level": 3, "letters": "no", "tests": ["x"]}, {**row("b"), "level": 4, "tests": []}]
+    file = write(tmp_path / f"x.{ending}", *rows)
+    first, second = prompts_of(tokenizer, file).take([0, 1])["extra_info"]
+    assert first == {"letters": "a", "level": 3, "tests": ["x"]}
+    assert (second["level"], second["letters"]) == (4, "b")
+
+
+def test_a_rule_can_be_chosen_for_rows_of_any_data_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", row(data_source=..., reward_model={"ground_truth": "1,072"}))
+    config = load_config(overrides=[f"data.train_files={file}", "reward.functions=math"]).config
+    assert PromptSet("train", config, tokenizer).take([0])["data_source"] == ["x"]
+    config = load_config(overrides=[f"data.train_files={file}", "reward.functions=[math,gsm8k]"]).config
+    assert "the rule gsm8k needs a number" in problem(lambda: PromptSet("train", config, tokenizer))
+
+
+def test_a_system_prompt_begins_every_chat_that_has_none(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    own = [{"role": "system", "content": "h"}, {"role": "user", "content": "c"}]
+    file = write_jsonl(tmp_path / "x.jsonl", row("b"), row(prompt="b c"), row(prompt=own))
+    prompts = prompts_of(tokenizer, file, system_prompt="a a")
+    assert prompts.take([0, 1, 2])["raw_prompt_ids"] == [[4, 4, 5, 3], [4, 4, 5, 6, 3], [11, 6, 3]]
+
+
+# Hugging Face datasets
+
+
+def test_a_dataset_folder_is_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    datasets = pytest.importorskip("datasets")
+    train, test = (datasets.Dataset.from_list([row(letters) for letters in split]) for split in ("abc", "de"))
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    (tmp_path / "files").mkdir()
+    train.to_parquet(tmp_path / "files" / "train.parquet")
+    test.to_parquet(tmp_path / "files" / "test.parquet")
+
+    names = ["one:train", "both:test", "files:train", "files:test", "files:train[1:]"]
+    prompts = prompts_of(tokenizer, *[f"hf:{tmp_path}/{name}" for name in names])
+    letters = [info["letters"] for info in prompts.take(range(len(prompts)))["extra_info"]]
+    assert "".join(letters) == "abc" + "de" + "abc" + "de" + "bc"
+    assert prompts.take([4])["origin"] == [f"hf:{tmp_path}/both:test, row 1 (the first is 0)"]
+
+
+def test_the_default_data_source_of_a_dataset_is_its_name(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": "a b", "answer": "1 + 1 = 2\n#### 2"}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "gsm8k")
+    prompts = prompts_of(tokenizer, f"hf:{tmp_path}/gsm8k:train", prompt_key="question", answer_key="answer")
+    assert prompts.take([0])["data_source"] == ["gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "hf:{folder}/one:test",
+            "cannot be loaded (it has the splits train); check the name, the subset and",
+        ),
+        ("hf:{folder}/nowhere:train", "there is no such folder; name a dataset folder or org/name"),
+        ("hf:{folder}/empty:train", "cannot be loaded ("),
+        ("hf:{folder}/one", "write hf:NAME:SPLIT, such as hf:"),
+        ("hf:nobody/nothing-like-this:train", "cannot be loaded ("),
+    ],
+)
+def test_a_dataset_that_cannot_be_loaded_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, expected: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([row()]).save_to_disk(tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    path = name.format(folder=tmp_path)
+    said = problem(lambda: prompts_of(tokenizer, path))
+    assert said.startswith(f"data.train_files={path}: {expected}")
+    assert len(said.splitlines()) == 1
 
 
 # From the config
@@ -425,8 +542,8 @@ def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, toke
     file = write_jsonl(tmp_path / "x.jsonl", row(data_source="lighteval/MATH", reward_model=...))
     with pytest.raises(DataError, match=r"has no reward_model\.ground_truth"):
         PromptSet("train", load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
-    file = write_jsonl(tmp_path / "y.jsonl", row(data_source="lighteval/MATH"))
-    with pytest.raises(DataError, match="there is no built-in reward for data_source 'lighteval/MATH'"):
+    file = write_jsonl(tmp_path / "y.jsonl", row(data_source="hiyouga/geometry3k"))
+    with pytest.raises(DataError, match="there is no built-in reward for data_source 'hiyouga/geometry3k'"):
         PromptSet("train", load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
     overrides = [f"data.train_files={file}", "custom_reward_function.path=mine.py"]
     assert len(PromptSet("train", load_config(overrides=overrides).config, tokenizer)) == 1

@@ -1,9 +1,8 @@
-"""Rules score as users of verl expect, and errors in the user's own function say where."""
+"""Functions score batches, alone or as a weighted sum, and errors in the user's own function say where."""
 
 from __future__ import annotations
 
 import pickle
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,104 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from rolepool.config.run_keys import CustomRewardFunctionConfig
+from rolepool.config import load_config
+from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
-    exact_match,
-    extract_final_answer,
-    gsm8k,
+    WeightedRewards,
     load_reward_function,
-    position_match,
-    rule_for,
     score_batch,
 )
-from rolepool.errors import ConfigError, DataError
+from rolepool.errors import ConfigError
 from rolepool.protocol import DataProto
-
-# Built-in rules
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "score"),
-    [
-        ("Paris", "Paris", 1),
-        (" Paris\n", "Paris", 1),
-        ("paris", "Paris", 0),
-        ("Paris, France", "Paris", 0),
-        ("42", 42, 1),
-        ("b", ["a", "b"], 1),
-        ("c", ["a", "b"], 0),
-        ("", "Paris", 0),
-    ],
-)
-def test_exact_match_compares_all_but_the_white_space_around(response: str, truth: Any, score: float) -> None:
-    assert exact_match(response, truth) == score
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("b c d e", 1),
-        ("b c d a", 0.75),
-        ("c b d e", 0.5),
-        ("b c", 0.5),
-        ("", 0),
-        ("b c d e f g h a", 0.5),
-        ("x b c d", 0),
-    ],
-)
-def test_position_match_is_the_fraction_of_words_in_their_place(response: str, score: float) -> None:
-    assert position_match(response, "b c d e") == score
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("so 3 + 4 = 7.\n#### 7", "7"),
-        ("#### 1,234,567", "1234567"),
-        ("#### $1,000.50", "1000.50"),
-        ("#### -12", "-12"),
-        ("#### -$12", "-12"),
-        ("####7", "7"),
-        ("#### 7.", "7"),
-        ("#### 7\nno, wait\n#### 8", "8"),
-        ("#### 7 apples, 3 left", "7"),
-        ("the answer is 7.", None),
-        ("it costs $3.50 in all", None),
-        ("the answer is seven", None),
-        ("#### seven", None),
-        ("", None),
-        ("#### ,", None),
-        ("#### .5", ".5"),
-        ("#### 5 " + "x" * 400, None),
-    ],
-)
-def test_the_final_answer_is_the_last_number_after_the_marks(response: str, answer: str | None) -> None:
-    assert extract_final_answer(response) == (None if answer is None else Decimal(answer))
-
-
-def test_gsm8k_compares_numbers() -> None:
-    assert gsm8k("#### 72", "72") == 1
-    assert gsm8k("#### $1,072.00", "1072") == 1
-    assert gsm8k("#### 72", "1,072") == 0
-    assert gsm8k("#### 72", 72) == 1
-    assert gsm8k("72", "72") == 0
-
-
-def test_the_data_source_chooses_the_rule() -> None:
-    assert rule_for("openai/gsm8k") is gsm8k
-    assert rule_for("exact_match/capitals") is exact_match
-
-
-def test_an_unknown_data_source_is_an_error_that_says_what_there_is() -> None:
-    with pytest.raises(DataError) as caught:
-        rule_for("lighteval/MATH")
-    said = str(caught.value)
-    assert "data_source 'lighteval/MATH'" in said
-    assert "openai/gsm8k" in said
-    assert "custom_reward_function.path" in said
-
 
 # Batches
 
@@ -125,23 +37,26 @@ def batch(**changes: Any) -> DataProto:
     return DataProto.from_dict(non_tensors=columns)
 
 
-def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction:
+def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction | WeightedRewards:
     file = folder / "my_reward.py"
     file.write_text(text, encoding="utf-8")
-    return load_reward_function(CustomRewardFunctionConfig(path=str(file), name=name))
+    return load_reward_function(CustomRewardFunctionConfig(path=str(file), name=name), RewardConfig())
+
+
+def built_in() -> RewardFunction | WeightedRewards:
+    return load_reward_function(CustomRewardFunctionConfig(), RewardConfig())
 
 
 def test_rows_of_one_batch_may_have_different_rules() -> None:
-    scored = score_batch(load_reward_function(CustomRewardFunctionConfig()), batch(), ["#### 7", "c"])
+    scored = score_batch(built_in(), batch(), ["#### 7", "c"])
     assert [one.score for one in scored] == [1, 0]
 
 
 def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
-    function = load_reward_function(CustomRewardFunctionConfig())
     with pytest.raises(RewardError) as caught:
-        score_batch(function, batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
+        score_batch(built_in(), batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
     assert str(caught.value) == (
-        "built-in reward: reward_model.ground_truth is 'seven'; the rule gsm8k needs a number, "
+        "built-in reward: the ground truth is 'seven'; the rule gsm8k needs a number without commas, "
         "for train.jsonl, line 1 (uid epoch0-row0)"
     )
 
@@ -238,13 +153,19 @@ def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("import no_such_module_at_all", "compute_score", "cannot be imported: ModuleNotFoundError: No module named"),
-        ("def f(:", "compute_score", "cannot be imported: SyntaxError"),
-        ("1 / 0", "compute_score", "cannot be imported: ZeroDivisionError: division by zero"),
+        (
+            "import no_such_module_at_all as compute_score",
+            "compute_score",
+            "cannot be imported: ModuleNotFoundError: No module named",
+        ),
+        ("x = 1\ndef f(:", "compute_score", "cannot be imported (invalid syntax (my_reward.py, line 2)"),
+        ("x = '\0'", "compute_score", "cannot be imported ("),
+        ("compute_score = 1 / 0", "compute_score", "cannot be imported: ZeroDivisionError: division by zero"),
         ("from math import sqrt\ndef f(): ...\ndef g(): ...", "compute_score", "which defines f, g"),
         ("", "compute_score", "which defines no function"),
-        ("compute_score = 3", "compute_score", "3 is not a callable object"),
-        ("async def compute_score(**_): ...", "compute_score", "is async in"),
+        ("compute_score = 3", "compute_score", "compute_score is not a plain function in"),
+        ("async def compute_score(**_): ...", "compute_score", "compute_score is not a plain function in"),
+        ("from math import *", "compute_score", "compute_score is not a plain function in"),
         ("def compute_score(solution_str): ...", "compute_score", "got an unexpected keyword argument"),
         ("def f(data_source, solution_str, ground_truth, extra_info, model): ...", "f", "missing a required argument"),
     ],
@@ -258,5 +179,99 @@ def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: s
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py: there is no such file"):
-        load_reward_function(CustomRewardFunctionConfig(path="nowhere.py"))
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py: .*No such file or directory"):
+        load_reward_function(CustomRewardFunctionConfig(path="nowhere.py"), RewardConfig())
+
+
+# Several functions
+
+
+def of_keys(*overrides: str) -> RewardFunction | WeightedRewards:
+    config = load_config(overrides=overrides).config
+    return load_reward_function(config.custom_reward_function, config.reward)
+
+
+MINE = """
+def brevity(solution_str, **_):
+    return {"score": -len(solution_str), "words": len(solution_str.split())}
+
+def constant(**_):
+    return 2
+"""
+
+
+def test_the_score_is_the_weighted_sum_and_each_part_is_a_number_to_log(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE, encoding="utf-8")
+    parts = f"[exact_match,{file}:constant,{{function: {file}:brevity, weight: -0.1}}]"
+    first, second = score_batch(of_keys(f"reward.functions={parts}"), batch(), ["# 7", "b"])
+    assert first.score == pytest.approx(0 + 2 + 0.3)
+    assert first.numbers == {"exact_match": 0, "constant": 2, "brevity": -3, "brevity/words": 2}
+    assert second.score == pytest.approx(1 + 2 + 0.1)
+
+
+def test_one_rule_can_score_all_rows_whatever_their_data_source() -> None:
+    function = of_keys("reward.functions=math_dapo")
+    rows = batch(data_source=["train", "openai/gsm8k"])
+    first, second = score_batch(function, rows, ["Answer: 7", "no idea"])
+    assert (first.score, second.score) == (1, -1)
+    assert first.numbers == {"math_dapo": 1, "math_dapo/acc": 1}
+
+
+def test_an_error_in_one_of_several_functions_names_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(**_):\n    return 1 / 0\n")
+    with pytest.raises(RewardError) as caught:
+        score_batch(of_keys(f"reward.functions=[exact_match, {file}:f]"), batch(), ["a", "b"])
+    said = f"reward.functions={file}:f: f: ZeroDivisionError at mine.py:2: division by zero, for train.jsonl, line 1"
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ("maths", "reward.functions=maths: is not a rule; use exact_match, position_match, gsm8k,"),
+        ("mine.py", "reward.functions=mine.py: is not a rule; use exact_match"),
+        ("nowhere.py:f", "reward.functions=nowhere.py:f: cannot be imported ("),
+        ("[math, math]", "reward.functions=math: there are two functions with the name math; rename one"),
+        ("[a.py:f, b.py:f]", "reward.functions=b.py:f: there are two functions with the name f; rename one"),
+    ],
+)
+def test_a_function_that_does_not_exist_is_named(functions: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        of_keys(f"reward.functions={functions}")
+    assert str(caught.value).startswith(expected)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["custom_reward_function.path=a.py"],
+            "reward.functions: contradicts custom_reward_function.path=a.py; set only one of them",
+        ),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=m"],
+            "reward.functions: contradicts reward_model.enable=true; set only one of them",
+        ),
+    ],
+)
+def test_functions_are_refused_where_something_else_scores(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=["reward.functions=math", *overrides])
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ("[{function: math, weight: heavy}]", "reward.functions.0.weight=heavy: must be a valid number; see `rolepool"),
+        ("[{weight: 1}]", "reward.functions.0.function: Field required; see `rolepool config reward.functions`"),
+        ("{function: math}", "reward.functions={function:math}: must be a list, each text or a mapping"),
+    ],
+)
+def test_an_entry_of_another_form_is_refused(functions: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[f"reward.functions={functions}"])
+    assert str(caught.value).startswith(expected)

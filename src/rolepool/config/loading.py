@@ -189,8 +189,9 @@ def _parse_override(text: str) -> dict[str, Any]:
             tree = OmegaConf.create()  # an unquoted word stays text for a text key
             OmegaConf.update(tree, path, stripped)
         else:
-            if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon
-                value = re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", value)
+            if stripped[:1] in ("{", "["):  # `{a:1}` needs no space after the colon; in a list, `my.py:f` is text
+                mapping = r"\{[^{}]*\}" if stripped[:1] == "[" else r"(?s).+"
+                value = re.sub(mapping, lambda found: re.sub(r"([{,]\s*[\w.-]+):(?=\S)", r"\1: ", found[0]), value)
             tree = OmegaConf.from_dotlist([f"{path}={value}"])
         return dict(_plain(OmegaConf.to_container(tree, resolve=False)))
 

@@ -17,9 +17,9 @@ MAX_SLOTS = 2**20
 
 class DataConfig(Section):
     train_files: Items[str] = ()
-    """Parquet or JSONL files with training prompts."""
+    """Parquet or JSONL files with training prompts, or Hugging Face datasets as hf:NAME:SPLIT (docs/training.md)."""
     val_files: Items[str] = ()
-    """Parquet or JSONL files with validation prompts."""
+    """Parquet or JSONL files with validation prompts, or Hugging Face datasets as hf:NAME:SPLIT."""
     train_batch_size: Count = 1024
     """Prompts in one training step, over all ranks."""
     val_batch_size: Count | None = None
@@ -38,6 +38,11 @@ class DataConfig(Section):
     """Seed for shuffling; null uses trainer.seed."""
     prompt_key: str = "prompt"
     """Name of the prompt column."""
+    answer_key: str | None = None
+    """Name of the column with the ground truth; null uses reward_model.ground_truth."""
+    system_prompt: str | None = None
+    """System message at the start of every chat that does not begin with its own. A prompt that is a plain string
+    becomes a chat. null adds no message."""
     train_max_samples: CountOrMinusOne = -1
     """Use only the first N training rows; -1 uses all."""
     val_max_samples: CountOrMinusOne = -1
@@ -46,9 +51,28 @@ class DataConfig(Section):
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = None
-    """Python file with the reward function; null uses the built-in rule for the row's data_source."""
+    """Python file with the reward function; null uses reward.functions."""
     name: str = "compute_score"
     """Name of the function in that file."""
+
+
+class RewardFunctionConfig(Section):
+    function: str
+    """A built-in rule, or FILE.py:FUNCTION."""
+    weight: float = 1.0
+    """Factor of its score in the sum."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_plain_text(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+
+class RewardConfig(Section):
+    functions: Items[RewardFunctionConfig] = ()
+    """Functions that score every row, whatever its data_source: built-in rules (docs/training.md) and functions of your
+    own, such as [math, {function: my.py:brevity, weight: 0.1}]. The score is their weighted sum. An empty list uses the
+    built-in rule for the row's data_source."""
 
 
 class KlCtrlConfig(Section):

@@ -43,6 +43,7 @@ class Config(Section):
     critic: model_keys.CriticConfig
     reward_model: model_keys.RewardModelConfig
     custom_reward_function: run_keys.CustomRewardFunctionConfig
+    reward: run_keys.RewardConfig
     algorithm: run_keys.AlgorithmConfig
     trainer: run_keys.TrainerConfig
     placement: run_keys.PlacementConfig
@@ -133,6 +134,8 @@ def _type_text(schema: dict[str, Any]) -> str:
         return " or ".join(_type_text(one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return "one of " + ", ".join(schema["enum"] if "enum" in schema else [schema["const"]])
+    if "$ref" in schema:  # a section in a list, which has a short form
+        return f"text or {TYPES['object']}"
     if "prefixItems" in schema:
         return f"a pair, each {_type_text(schema['prefixItems'][0])}"
     if "items" in schema:
@@ -166,6 +169,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"critic.enable=false: algorithm.adv_estimator={name} needs a critic; set critic.enable=null"
     if config.reward_model.enable and config.reward_model.model.path is None:
         yield "reward_model.model.path=null: reward_model.enable=true needs a model; set its folder or hub id"
+    model, path = config.reward_model.enable, config.custom_reward_function.path
+    if config.reward.functions and (model or path is not None):
+        other = "reward_model.enable=true" if model else f"custom_reward_function.path={path}"
+        yield f"reward.functions: contradicts {other}; set only one of them"
     # Training divides logits by the temperature, even if decoding is greedy.
     validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
     for section, is_used in ((rollout, True), (f"{rollout}.val_kwargs", validation_samples)):

@@ -1,15 +1,268 @@
-"""Checks of data and reward files without torch."""
+"""Rows of prompt files: Parquet, JSONL and Hugging Face datasets, and what a row must contain.
 
+Owns the formats, which columns of a row mean what, and a check of all files that needs neither torch nor a tokenizer.
+`find_problems` is called before training imports anything slow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import Counter
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from typing_extensions import TypedDict
 
 from rolepool.config import Config
+from rolepool.config.loading import show
+from rolepool.data.rewards import check_functions
+from rolepool.data.rules import rules_for
+from rolepool.errors import ConfigError, DataError, RolepoolError, explained
+
+Row = dict[str, Any]
+
+
+class BadRow(DataError):
+    """A row that cannot be used. Rows of the same `kind` have the same problem."""
+
+    def __init__(self, problem: str, kind: str = "") -> None:
+        super().__init__(problem)
+        self.kind = kind
+
+
+class ProblemKinds:
+    """Bad rows, grouped by the kind of their problem."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._counts = Counter[str]()
+
+    def add(self, error: BadRow) -> None:
+        self._first.setdefault(error.kind, str(error))
+        self._counts[error.kind] += 1
+
+    def lines(self, num_rows: int) -> list[str]:
+        """One line for each kind: its first row, and in how many of the rows it occurs."""
+        counts = {kind: count for kind, count in self._counts.items() if count > 1}
+        more = {kind: f" ({count} of {num_rows} rows have this problem)" for kind, count in counts.items()}
+        return [line + more.get(kind, "") for kind, line in self._first.items()]
 
 
 def find_problems(config: Config) -> list[str]:
-    """One line for each file that does not exist."""
-    files = {f"data.{name}_files": getattr(config.data, f"{name}_files") for name in ("train", "val")}
-    named = [(key, path) for key, paths in files.items() for path in paths]
-    if (path := config.custom_reward_function.path) is not None:
-        named.append(("custom_reward_function.path", path))
-    problems = [f"{key}={path}: no such file" for key, path in named if not Path(path).expanduser().is_file()]
-    return problems if config.data.train_files else ["data.train_files=[]: there are no training prompts", *problems]
+    """Problems with files of prompts, the first row of each, and files of reward functions; one line each."""
+    keys = ("data.train_files", "data.val_files")
+    checks = [partial(_check_file, path, key, config) for key in keys for path in config.at(key)]
+    checks += [] if config.reward_model.enable else [partial(check_functions, config)]
+    problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
+    for check in checks:
+        try:
+            check()
+        except RolepoolError as error:
+            problems.extend(error.problems)
+    return list(dict.fromkeys(problems))
+
+
+def _check_file(path: str, key: str, config: Config) -> None:
+    """Raise an error if the file cannot be opened or its first row cannot be used."""
+    if path.startswith("hf:"):
+        _hub_name(path, key)  # only its form, because it may have to be downloaded
+    elif (rows := open_rows(path, key, max_rows=1)).num_rows:
+        check_row(*rows.read(0), rows.source, config)
+    else:
+        raise ConfigError(f"{key}={path}: has no rows; name a file with rows")
+
+
+# --- what a row must contain --------------------------------------------------------------------------------------
+
+
+class _Message(TypedDict):
+    role: str
+    content: str
+
+
+_Text = Annotated[str, Field(min_length=1), Tag("text")]
+_Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    prompt: Annotated[_Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")]
+    data_source: Annotated[str, Field(min_length=1)] | None = None  # with a length, pydantic checks the Unicode too
+    reward_model: dict[str, Any] | None = None
+    extra_info: dict[str, Any] | None = None
+
+
+_HINTS = {
+    "prompt": "; a prompt is a string, or a list of messages {role, content}; data.prompt_key names its column",
+    "data_source": "; it names the dataset, which selects the reward",
+}
+
+
+def check_row(place: str, row: Row, source: str, config: Config) -> None:
+    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its default data source."""
+    prompt_key, answer_key = config.data.prompt_key, config.data.answer_key
+    columns = f"(columns: {', '.join(row)})"
+    for key, name in {"prompt_key": prompt_key, "answer_key": answer_key}.items():
+        if name is not None and name not in row:
+            raise BadRow(f"{place}: data.{key}={name}: there is no such column {columns}", key)
+    try:
+        _Row.model_validate({**row, "prompt": row.get(prompt_key)})
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        parts = [prompt_key if part == "prompt" else part for part in found["loc"] if part not in ("text", "chat")]
+        kind = ".".join(part for part in (*parts, found["type"]) if isinstance(part, str))
+        value = "" if found["type"] == "missing" else f"={show(found['input'])}"
+        message = f"{'.'.join(map(str, parts))}{value}: {found['msg']}{_HINTS.get(str(found['loc'][0]), '')} {columns}"
+        raise BadRow(f"{place}: {message}", kind) from None
+    used = used_columns(row, source, config)
+    truth = used["reward_model"].get("ground_truth")
+    try:
+        rules = rules_for(config, used["data_source"])
+    except DataError as error:
+        raise BadRow(f"{place}: {error}", "data_source") from None
+    for rule in rules:
+        if truth is None:
+            reason = f"has no {answer_key or 'reward_model.ground_truth'}, which a rule compares with the response"
+            fix = "" if answer_key else "; set data.answer_key to the column with the answers"
+            raise BadRow(f"{place}: {reason}{fix} {columns}", "ground_truth")
+        try:
+            rule("", truth)
+        except DataError as error:
+            raise BadRow(f"{place}: {error}", rule.__name__) from None
+
+
+def used_columns(row: Row, source: str, config: Config) -> Row:
+    """The columns that training uses: the prompt, and what rewards need. Other columns become part of extra_info."""
+    data = config.data
+    named = (data.prompt_key, data.answer_key, "data_source", "reward_model", "extra_info")
+    others = {name: value for name, value in row.items() if name not in named}
+    answer = {} if data.answer_key is None else {"ground_truth": row.get(data.answer_key)}
+    return {
+        "prompt": _with_system_prompt(row[data.prompt_key], data.system_prompt),
+        "data_source": row.get("data_source") or source,
+        "reward_model": {**(row.get("reward_model") or {}), **answer},
+        "extra_info": {**others, **(row.get("extra_info") or {})},
+    }
+
+
+def _with_system_prompt(prompt: Any, system_prompt: str | None) -> Any:
+    """A chat that begins with the system prompt, unless it begins with its own system message."""
+    if system_prompt is None:
+        return prompt
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return chat if chat[0]["role"] == "system" else [{"role": "system", "content": system_prompt}, *chat]
+
+
+# --- the formats --------------------------------------------------------------------------------------------------
+
+
+class JsonlRows:
+    """Rows numbered from 0. Only the offsets of the lines are kept."""
+
+    def __init__(self, file: Path, max_rows: int | None = None) -> None:
+        self._file, self.source = file, file.stem
+        self._starts = array("Q")
+        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
+        start = 0
+        with file.open("rb") as lines:
+            for line, text in enumerate(lines, start=1):
+                if text.strip():
+                    self._starts.append(start)
+                    self._lines.append(line)
+                start += len(text)
+                if len(self._starts) == max_rows:
+                    break
+        self.num_rows = len(self._starts)
+
+    def read(self, number: int) -> tuple[str, Row]:
+        """A row, after its place for error messages."""
+        place = f"{self._file}, line {self._lines[number]}"
+        with self._file.open("rb") as lines:
+            lines.seek(self._starts[number])
+            text = lines.readline()
+        try:
+            row = json.loads(text)
+        except ValueError as error:  # invalid JSON or UTF-8
+            raise BadRow(f"{place}: is not JSON: {error}; write one object per line", "not JSON") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"{place}: is a JSON {type(row).__name__}; write one object per line", "not an object")
+        return place, row
+
+
+class TableRows:
+    """Rows of a Parquet file or of a dataset, numbered from 0."""
+
+    def __init__(self, name: str, source: str, table: Any) -> None:
+        self._name, self.source, self._table = name, source, table
+        self.num_rows: int = table.num_rows
+
+    def read(self, number: int) -> tuple[str, Row]:
+        place = f"{self._name}, row {number} (the first is 0)"
+        if not isinstance(self._table, pyarrow.Table):
+            return place, self._table[number]
+        (row,) = self._table.slice(number, 1).to_pylist()
+        return place, row
+
+
+def open_rows(path: str, key: str, max_rows: int | None = None) -> JsonlRows | TableRows:
+    """The rows of one file or dataset that the config key `key` names, or at most the first `max_rows` of a file."""
+    if path.startswith("hf:"):
+        return _load_from_hub(path, key)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        place = f"looked in {file.absolute().parent}"
+        raise ConfigError(f"{key}={path}: is not a local file ({place}); name .parquet or .jsonl files")
+    if file.suffix not in (".parquet", ".jsonl", ".json"):
+        raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")
+    with explained(f"{key}={path}: cannot be read", "name a readable file", pyarrow.ArrowException):
+        if file.suffix != ".parquet":
+            return JsonlRows(file, max_rows)
+        # Not read_table, which reads `year=2024` in a folder's name as a column.
+        parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
+        first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
+        table = parquet.read() if max_rows is None else pyarrow.Table.from_batches(first, parquet.schema_arrow)
+        return TableRows(str(file), file.stem, table)
+
+
+_HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
+
+
+def _hub_name(path: str, key: str) -> tuple[str, str | None, str]:
+    """Name or folder, subset and split of `hf:NAME:SPLIT` or `hf:NAME:SUBSET:SPLIT`. Raises ConfigError."""
+    if (match := _HUB_NAME.fullmatch(path)) is None:
+        raise ConfigError(f"{key}={path}: write hf:NAME:SPLIT, such as hf:HuggingFaceH4/MATH-500:test")
+    if find_spec("datasets") is None:
+        raise ConfigError(f"{key}={path}: needs the package datasets; run pip install 'rolepool[datasets]'")
+    name, subset, split = match.groups()
+    if name.startswith(("/", "~", ".")) and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"{key}={path}: there is no such folder; name a dataset folder or org/name")
+    return name, subset, split
+
+
+def _load_from_hub(path: str, key: str) -> TableRows:
+    """A dataset of the hub, or of a folder that contains data files or that `save_to_disk` has written."""
+    name, subset, split = _hub_name(path, key)
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    folder = Path(name).expanduser()
+    fix = "check the name, the subset and the split (hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT)"
+    with explained(f"{key}={path}: cannot be loaded", fix, ValueError, DatasetsError):
+        if any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(str(folder))
+            splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(splits)}")
+            loaded = splits[split]
+        else:
+            loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
+    return TableRows(path, folder.name if folder.is_dir() else name, loaded)

@@ -1,9 +1,8 @@
-"""Prompts as token ids, and batches of them, from rows of Parquet and JSONL files.
+"""Prompts as token ids, and batches of them, from the rows of files.
 
-Owns the two formats, what a row must contain, and what happens to a prompt that is too long. A `PromptSet` reads and
-tokenizes every row once when it is created, so that a bad row is reported before any process starts. It keeps the
-tokens in memory, four bytes each. It reads everything else again when a row is used: a line of a JSONL file is parsed
-then, and a Parquet file is kept as Arrow columns.
+Owns what happens to a prompt that is too long. A `PromptSet` checks and tokenizes every row once when it is created, so
+that a bad row is reported before any process starts. It keeps the tokens in memory, four bytes each. It reads all other
+columns again when a row is used: a line of a JSONL file is parsed then, and a Parquet file is kept as Arrow columns.
 
 Owns the position in the data, too. A `PromptLoader` decides which rows belong to which step, in an order that depends
 only on the seed and the epoch. Its position is a plain dict in the checkpoint. It counts rows, not steps or ranks, so a
@@ -15,34 +14,27 @@ Does not know how many responses are sampled for a prompt, or on which ranks.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from typing_extensions import TypedDict
 
 from rolepool.config import Config
 from rolepool.config.loading import show
-from rolepool.data.rewards import rule_for
+from rolepool.data.files import BadRow, ProblemKinds, Row, check_row, open_rows, used_columns
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-
-MAX_PROBLEMS_SHOWN = 5
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
@@ -70,10 +62,8 @@ class PromptSet:
 
     def __init__(self, split: Literal["train", "val"], config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.key = f"data.{split}_files"
-        self._data, self._tokenizer = config.data, tokenizer
-        self._rule_decides = not config.reward_model.enable and config.custom_reward_function.path is None
-        columns = (config.data.prompt_key, "data_source", "reward_model", "extra_info")
-        self._files = [_open_rows(path, self.key, columns) for path in config.at(self.key)]
+        self._config, self._data, self._tokenizer = config, config.data, tokenizer
+        self._files = [open_rows(path, self.key) for path in config.at(self.key)]
         self._ends = list(accumulate(file.num_rows for file in self._files))
         max_samples: int = config.at(f"data.{split}_max_samples")
         num_rows = sum(file.num_rows for file in self._files)
@@ -101,28 +91,26 @@ class PromptSet:
 
     def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
-        digest of all tokens. Raises DataError for bad rows."""
+        digest of all tokens. Raises DataError with one line for each kind of problem."""
         lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)
-        problems: list[str] = []
+        problems = ProblemKinds()
         for start in range(0, num_rows, _CHUNK_ROWS):
             rows: list[Row] = []
             for number in range(start, min(start + _CHUNK_ROWS, num_rows)):
                 try:
-                    rows.append(self._parse(number))
-                except DataError as error:
-                    problems.extend(error.problems)
-            if problems:
-                continue  # training cannot start, so only look for more bad rows
-            for ids in self._tokenize(rows):
+                    rows.append(self._with_text(self._parse(number, check=True)))
+                except BadRow as error:
+                    problems.add(error)
+            for row, ids in zip(rows, self._tokenize(rows), strict=True):
                 lengths.append(len(ids))
                 digest.update(array("q", [len(ids), *ids]).tobytes())
                 self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
-        if len(problems) > MAX_PROBLEMS_SHOWN:
-            more = f"{self.key}: {len(problems) - MAX_PROBLEMS_SHOWN} more of {num_rows} rows are bad"
-            problems = [*problems[:MAX_PROBLEMS_SHOWN], more]
-        if problems:
-            raise DataError(problems)
+                if not ids:
+                    reason = f"{self._data.prompt_key} has no tokens; write at least one"
+                    problems.add(BadRow(f"{row['origin']}: {reason}", "no tokens"))
+        if lines := problems.lines(num_rows):
+            raise DataError(lines)
         return np.array(lengths, dtype=np.int64), digest.hexdigest()
 
     def _choose(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.intp]]:
@@ -144,29 +132,27 @@ class PromptSet:
             )
         return np.arange(len(lengths))
 
-    def _parse(self, row_number: int) -> Row:
-        """A checked row: its prompt and the columns that rewards need. `origin` is its place in the files."""
+    def _parse(self, row_number: int, *, check: bool = False) -> Row:
+        """A row: its prompt and the columns that rewards need. `origin` is its place in the files."""
         index = bisect_right(self._ends, row_number)
         file, number = self._files[index], row_number - self._ends[index] + self._files[index].num_rows
-        name, row = file.read(number)
-        try:
-            _check_row(row, self._data.prompt_key, rule_decides=self._rule_decides)
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from error
-        optional = {column: row.get(column) or {} for column in ("reward_model", "extra_info")}
-        return {"prompt": row[self._data.prompt_key], "data_source": row["data_source"], "origin": name, **optional}
+        origin, row = file.read(number)
+        if check:
+            check_row(origin, row, file.source, self._config)
+        return {**used_columns(row, file.source, self._config), "origin": origin}
+
+    def _with_text(self, row: Row) -> Row:
+        """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
+        is_chat = not isinstance(row["prompt"], str)
+        return {**row, "is_chat": is_chat, "text": render_chat(self._tokenizer, **row) if is_chat else row["prompt"]}
 
     def _tokenize(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
-        for is_text, group in groupby(rows, key=lambda row: isinstance(row["prompt"], str)):
-            some = list(group)
-            texts = [row["prompt"] if is_text else render_chat(self._tokenizer, **row) for row in some]
+        for is_chat, group in groupby(rows, key=itemgetter("is_chat")):
+            texts = [row["text"] for row in group]
             # A template writes special tokens itself; for a plain string the tokenizer adds them.
-            encoded = self._tokenizer(texts, add_special_tokens=is_text, return_attention_mask=False, verbose=False)
-            for ids, row in zip(encoded["input_ids"], some, strict=True):
-                if not ids:
-                    raise DataError(f"{row['origin']}: {self._data.prompt_key} has no tokens; write at least one")
-                yield ids
+            encoded = self._tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
+            yield from encoded["input_ids"]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]], origin: str, **_: Any) -> str:
@@ -175,9 +161,10 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]]
         text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
-        raise DataError(
+        raise BadRow(
             f"{origin}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
-            "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string"
+            "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string",
+            kind="chat template",
         ) from error
     return text
 
@@ -271,111 +258,3 @@ def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataPro
     uids = [f"{pass_name}-row{row}" for row in rows]
     columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}
     return DataProto.from_dict(non_tensors=columns)
-
-
-# --- what a row must contain --------------------------------------------------------------------------------------
-
-
-class _Message(TypedDict):
-    role: str
-    content: str
-
-
-_Text = Annotated[str, Field(min_length=1), Tag("text")]
-_Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    prompt: Annotated[_Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")]
-    data_source: Annotated[str, Field(min_length=1)]  # with a length, pydantic checks the Unicode too
-    reward_model: dict[str, Any] | None = None
-    extra_info: dict[str, Any] | None = None
-
-
-_HINTS = {
-    "prompt": "; a prompt is a string, or a list of messages {role, content}; data.prompt_key names its column",
-    "data_source": "; it names the dataset, which selects the reward",
-}
-
-
-def _check_row(row: Row, prompt_key: str, *, rule_decides: bool) -> None:
-    """Raise DataError if this row cannot be used."""
-    try:
-        _Row.model_validate({**row, "prompt": row.get(prompt_key), "data_source": row.get("data_source")})
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        names = [prompt_key if part == "prompt" else str(part) for part in found["loc"] if part not in ("text", "chat")]
-        value = "" if found["type"] == "missing" else f"={show(found['input'])}"
-        hint = _HINTS.get(str(found["loc"][0]), "")
-        raise DataError(f"{'.'.join(names)}{value}: {found['msg']}{hint} (columns: {', '.join(row)})") from None
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    if rule_decides and truth is None:
-        raise DataError("has no reward_model.ground_truth, which a rule compares with the response")
-    if rule_decides:
-        rule_for(row["data_source"])("", truth)
-
-
-# --- the two formats ----------------------------------------------------------------------------------------------
-
-
-class _JsonlRows:
-    """Rows numbered from 0. Only the offsets of the lines are kept."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._starts = array("Q")
-        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
-        start = 0
-        with file.open("rb") as lines:
-            for line, text in enumerate(lines, start=1):
-                if text.strip():
-                    self._starts.append(start)
-                    self._lines.append(line)
-                start += len(text)
-        self.num_rows = len(self._starts)
-
-    def read(self, number: int) -> tuple[str, Row]:
-        """A row, after its name for error messages."""
-        name = f"{self._file}, line {self._lines[number]}"
-        with self._file.open("rb") as lines:
-            lines.seek(self._starts[number])
-            text = lines.readline()
-        try:
-            row = json.loads(text)
-        except ValueError as error:  # invalid JSON or UTF-8
-            raise DataError(f"{name}: is not JSON: {error}; write one object per line") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{name}: is a JSON {type(row).__name__}; write one object per line")
-        return name, row
-
-
-class _ParquetRows:
-    """Rows numbered from 0. Only the columns that are needed are read."""
-
-    def __init__(self, file: Path, columns: Sequence[str]) -> None:
-        self._file = file
-        present = pyarrow.parquet.read_schema(file).names
-        wanted = [column for column in columns if column in present]
-        if not wanted:
-            raise DataError(f"{file}: has none of the columns {', '.join(columns)}; it has {', '.join(present)}")
-        # Not read_table, which reads `year=2024` in a folder's name as a column.
-        self._table = pyarrow.parquet.ParquetFile(file, memory_map=True).read(columns=wanted)
-        self.num_rows: int = self._table.num_rows
-
-    def read(self, number: int) -> tuple[str, Row]:
-        (row,) = self._table.slice(number, 1).to_pylist()
-        return f"{self._file}, row {number} (the first is 0)", row
-
-
-def _open_rows(path: str, key: str, columns: Sequence[str]) -> _JsonlRows | _ParquetRows:
-    """The rows of one file. `key` is the config key that names the file, `columns` are the columns that are needed."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        place = f"looked in {file.absolute().parent}"
-        raise ConfigError(f"{key}={path}: is not a local file ({place}); name .parquet or .jsonl files")
-    if file.suffix not in (".parquet", ".jsonl", ".json"):
-        raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")
-    with explained(f"{key}={path}: cannot be read", "name a readable file", pyarrow.ArrowException):
-        return _ParquetRows(file, columns) if file.suffix == ".parquet" else _JsonlRows(file)

@@ -1,7 +1,7 @@
-"""Rewards from rules: built-in rules, chosen by a row's `data_source`, or a function from the user's own file.
+"""Rewards from functions: built-in rules, functions from the user's own files, or a weighted sum of both.
 
 Owns the inputs and outputs of such a function and the wording of its errors. Every process that scores loads the
-function itself, from the config section.
+function itself, from the config section. Imports no torch, because `rolepool.data.files` uses it before training.
 
 Does not know tokens: its input is the text of the responses.
 """
@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from decimal import Decimal, InvalidOperation
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rolepool.config.run_keys import CustomRewardFunctionConfig
-from rolepool.errors import ConfigError, DataError, RolepoolError
-from rolepool.protocol import DataProto
+from rolepool.config import Config
+from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
+from rolepool.data.rules import RULES, Rule, Score, rule_for
+from rolepool.errors import ConfigError, RolepoolError, explained
 
-Rule = Callable[[str, Any], float]
-"""A built-in rule: takes the response and the ground truth, returns the score."""
+if TYPE_CHECKING:
+    from rolepool.protocol import DataProto
 
 
 class RewardError(RolepoolError):
@@ -40,65 +41,9 @@ class Scored(NamedTuple):
     numbers: dict[str, float]
 
 
-# --- the built-in rules -------------------------------------------------------------------------------------------
-
-
-def exact_match(solution_str: str, ground_truth: Any) -> float:
-    """1 if the response is the ground truth, or is in the list of ground truths; surrounding white space is ignored."""
-    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
-
-
-def position_match(solution_str: str, ground_truth: Any) -> float:
-    """The fraction of words that are correct and in the correct place; missing and extra words count as wrong."""
-    given, wanted = solution_str.split(), str(ground_truth).split()
-    num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
-    return num_right / max(len(given), len(wanted), 1)
-
-
-_FINAL_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
-_TAIL_CHARACTERS = 300  # the answer is at the end; searching all of it would only take longer
-
-
-def extract_final_answer(solution_str: str) -> Decimal | None:
-    """The last number after `####`, without thousands separators and currency signs; None if there is none."""
-    found = _FINAL_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
-    return _as_decimal(found[-1]) if found else None
-
-
-def gsm8k(solution_str: str, ground_truth: Any) -> float:
-    """1 if the final answer is the same number as the ground truth."""
-    wanted = _as_decimal(str(ground_truth))
-    if wanted is None:
-        raise DataError(f"reward_model.ground_truth is {ground_truth!r}; the rule gsm8k needs a number")
-    return float(extract_final_answer(solution_str) == wanted)
-
-
-def _as_decimal(text: str) -> Decimal | None:
-    try:
-        number = Decimal(re.sub(r"[\s,$€£¥]", "", text))
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() else None
-
-
-RULES = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k, "openai/gsm8k": gsm8k}
-
-
-def rule_for(data_source: str) -> Rule:
-    """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported separately."""
-    rule = RULES.get(data_source) or RULES.get(data_source.split("/")[0])
-    if rule is None:
-        raise DataError(
-            f"there is no built-in reward for data_source {data_source!r}; use {', '.join(RULES)} "
-            "(or NAME/anything), or set custom_reward_function.path to a Python file with compute_score"
-        )
-    return rule
-
-
-def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, **_: Any) -> float:
-    """The built-in rules, called in the same way as a user's function."""
-    return rule_for(data_source)(solution_str, ground_truth)
+def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, rule: Rule | None = None, **_: Any) -> Score:
+    """A built-in rule, called in the same way as a user's function; None uses the rule for the data source."""
+    return (rule or rule_for(data_source))(solution_str, ground_truth)
 
 
 # --- one function for both kinds ----------------------------------------------------------------------------------
@@ -134,38 +79,104 @@ class RewardFunction:
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
-    """The function that `custom_reward_function` names, or the built-in rules if it names none."""
-    if custom.path is None:
-        return RewardFunction(score_by_data_source, "built-in reward")
-    file = Path(custom.path).expanduser().absolute()
-    if not file.is_file():
-        raise ConfigError(f"custom_reward_function.path={file}: there is no such file; give a Python file")
-    module = ModuleType("rolepool_custom_reward")
-    module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
-    try:
-        # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
-        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
-    except Exception as error:
-        reason = traceback.format_exception_only(error)[-1].strip()
-        raise ConfigError(f"custom_reward_function.path={file}: cannot be imported: {reason}") from error
-    function, key = vars(module).get(custom.name), f"custom_reward_function.name={custom.name}"
-    if function is None:
-        defined = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
-        raise ConfigError(f"{key}: is not defined in {file}, which defines {defined or 'no function'}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{key}: is async in {file}; write it as a plain function")
-    with suppress(ValueError):  # builtins and C functions have no signature
+class WeightedRewards:
+    """The weighted sum of several functions. The score of each is logged under its name."""
+
+    def __init__(self, parts: Sequence[tuple[str, float, RewardFunction]]) -> None:
+        self._parts = parts
+
+    def score(self, row: str, **inputs: Any) -> Scored:
+        """The sum for one response. Other numbers of a function are logged below its name."""
+        total, numbers = 0.0, dict[str, float]()
+        for name, weight, function in self._parts:
+            scored = function.score(row, **inputs)
+            total += weight * scored.score
+            numbers[name] = scored.score
+            numbers |= {f"{name}/{other}": value for other, value in scored.numbers.items()}
+        return Scored(total, numbers)
+
+
+class FunctionInFile(NamedTuple):
+    """A function in a Python file of the user. `setting` is how error messages name the key and its value."""
+
+    file: Path
+    name: str
+    setting: str
+
+    def check(self) -> None:
+        """Raise ConfigError if the file cannot be compiled or does not contain the name. Does not run the file."""
+        with explained(f"{self.setting}: cannot be imported", "give a Python file", SyntaxError, ValueError):
+            text = self.file.read_text(encoding="utf-8", errors="replace")
+            table = symtable.symtable(text, str(self.file), "exec")
+        if self.name not in table.get_identifiers() and "import *" not in text:
+            defined = ", ".join(symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace())
+            place = f"{self.file}, which defines {defined or 'no function'}"
+            raise ConfigError(f"{self.setting}: {self.name} is not defined in {place}")
+
+    def load(self) -> RewardFunction:
+        """Run the file. Raises ConfigError if the function cannot be called like a reward function."""
+        self.check()
+        module = ModuleType(f"rolepool_custom_reward_{self.file.stem}")
+        module.__file__ = str(self.file)
+        sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
         try:
-            inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
-        except TypeError as error:
-            wanted = f"{custom.name}(data_source, solution_str, ground_truth, extra_info=None)"
-            raise ConfigError(f"{key}: cannot be called as {wanted} in {file}: {error}") from error
-    return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
+            # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
+            exec(compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True), vars(module))
+        except Exception as error:
+            reason = traceback.format_exception_only(error)[-1].strip()
+            raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
+        function = vars(module).get(self.name)
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{self.setting}: {self.name} is not a plain function in {self.file}; write it as one")
+        with suppress(ValueError):  # builtins and C functions have no signature
+            try:
+                inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+            except TypeError as error:
+                call = f"{self.name}(data_source, solution_str, ground_truth, extra_info=None)"
+                raise ConfigError(f"{self.setting}: cannot be called as {call}: {error}") from error
+        return RewardFunction(function, f"{self.setting}: {self.name}", self.file)
 
 
-def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
+def functions_of(
+    custom: CustomRewardFunctionConfig, reward: RewardConfig
+) -> dict[str, FunctionInFile | RewardFunction]:
+    """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError."""
+    if custom.path is not None:
+        file = Path(custom.path).expanduser().absolute()
+        return {custom.name: FunctionInFile(file, custom.name, f"custom_reward_function.path={file}")}
+    functions: dict[str, FunctionInFile | RewardFunction] = {}
+    for text in (entry.function for entry in reward.functions):
+        setting = f"reward.functions={text}"
+        path, _, name = text.rpartition(":")
+        if text not in RULES and not path.endswith(".py"):
+            raise ConfigError(f"{setting}: is not a rule; use {', '.join(RULES)}, or your own FILE.py:FUNCTION")
+        if name in functions:
+            raise ConfigError(f"{setting}: there are two functions with the name {name}; rename one")
+        if text in RULES:
+            functions[name] = RewardFunction(partial(score_by_rule, rule=RULES[text]), f"rule {text}")
+        else:
+            functions[name] = FunctionInFile(Path(path).expanduser().absolute(), name, setting)
+    return functions
+
+
+def check_functions(config: Config) -> None:
+    """Raise ConfigError if a rule does not exist or a file of the user has no such function. Does not run the file."""
+    for function in functions_of(config.custom_reward_function, config.reward).values():
+        if isinstance(function, FunctionInFile):
+            function.check()
+
+
+def load_reward_function(custom: CustomRewardFunctionConfig, reward: RewardConfig) -> RewardFunction | WeightedRewards:
+    """The functions of the config, or the built-in rules for data sources if it names none."""
+    named = functions_of(custom, reward)
+    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
+    if reward.functions:
+        weights = [entry.weight for entry in reward.functions]
+        return WeightedRewards(list(zip(functions, weights, functions.values(), strict=True)))
+    return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")
+
+
+def score_batch(function: RewardFunction | WeightedRewards, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     names = ("data_source", "reward_model", "extra_info", "origin", "uid")
     scored = []

@@ -84,7 +84,7 @@ def check_inputs(config: Config, plan: Plan) -> None:
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
-        load_reward_function(config.custom_reward_function)
+        load_reward_function(config.custom_reward_function, config.reward)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

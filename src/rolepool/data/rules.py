@@ -1,0 +1,212 @@
+"""Built-in reward rules, and which rule scores which data source.
+
+Owns how an answer is found in a response and compared with the ground truth. Imports no torch, so that a ground truth
+that a rule cannot read is reported before training starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from rolepool.config import Config
+from rolepool.errors import DataError
+
+Score = float | dict[str, float]
+"""A score, or a dict with `score` and other numbers to log."""
+Rule = Callable[[str, Any], Score]
+"""Takes the response and the ground truth."""
+
+_TAIL_CHARACTERS = 300
+"""Rules for a marked answer search only the end of a response, as verl does."""
+
+
+def exact_match(solution_str: str, ground_truth: Any) -> float:
+    """1 if the response is the ground truth, or is in the list of ground truths; surrounding white space is ignored."""
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
+
+
+def position_match(solution_str: str, ground_truth: Any) -> float:
+    """The fraction of words that are correct and in the correct place; missing and extra words count as wrong."""
+    given, wanted = solution_str.split(), str(ground_truth).split()
+    num_right = sum(a == b for a, b in zip(given, wanted, strict=False))
+    return num_right / max(len(given), len(wanted), 1)
+
+
+# --- the number after #### ----------------------------------------------------------------------------------------
+
+_STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE_ANSWER = re.compile(r"####\s*([-+]?[$€£¥]?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+
+
+def gsm8k(solution_str: str, ground_truth: Any) -> float:
+    """1 if the text after the last `#### ` is the ground truth, as in verl: `72.` is not `72`; commas are removed.
+
+    The ground truth may also be a solution that ends with `#### 72`, as in the original dataset.
+    """
+    wanted = strict_answer(str(ground_truth)) or str(ground_truth)
+    if not re.fullmatch(r"-?[0-9.]+", wanted):
+        raise DataError(f"the ground truth is {ground_truth!r}; the rule gsm8k needs a number without commas")
+    return float(strict_answer(solution_str[-_TAIL_CHARACTERS:]) == wanted)
+
+
+def strict_answer(text: str) -> str | None:
+    """What follows the last `#### ` (with one space) and looks like a number; None if nothing does."""
+    found = _STRICT_ANSWER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def gsm8k_flexible(solution_str: str, ground_truth: Any) -> float:
+    """1 if the last number after `####` has the same value as the ground truth; currency signs are ignored."""
+    wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
+    if wanted is None:
+        raise DataError(f"the ground truth is {ground_truth!r}; the rule gsm8k_flexible needs a number")
+    found = _FLEXIBLE_ANSWER.findall(solution_str[-_TAIL_CHARACTERS:])
+    return float(bool(found) and _as_decimal(found[-1]) == wanted)
+
+
+def _as_decimal(text: str) -> Decimal | None:
+    try:
+        number = Decimal(re.sub(r"[\s,$€£¥]", "", text))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+# --- answers in LaTeX ---------------------------------------------------------------------------------------------
+
+_UNITS = r"degrees?|dollars?|cents?|units?|inch(?:es)?|feet|meters?|[ckm]m|kg|hours?|minutes?|seconds?|mph|points?"
+_SAME_MEANING = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(\\\\)|\\[!,;:> ]|\\q?quad(?![a-zA-Z])|[\s~]", r"\1"),  # spaces, but not the line ends of a matrix
+        (r"\\?\$|\\?%|\\[()\[\]]|\^\{?\\circ\}?|\\degree|°", ""),
+        (r"\\(?:left|right|displaystyle)(?![a-z])", ""),
+        (r"\.$", ""),
+        (rf"(?<=[\d)}}])(?:\\(?:text|mbox|mathrm)\{{[^{{}}]*\}}|{_UNITS})(?:\^\{{?[23]\}}?)?\.?$", ""),
+        (r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\{([^{}]*)\}", r"\1"),
+        (r"^[a-zA-Z](?:=|\\in(?![a-z]))", ""),
+        (r"^\{([^{}]*)\}$", r"\1"),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\frac([^{}\\])", r"\\frac{\1}"),
+        (r"(\\frac\{[^{}]*\})([^{}\\])", r"\1{\2}"),
+        (r"\\sqrt([^{}\[\\])", r"\\sqrt{\1}"),
+        (r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"^\\frac\{-", r"-\\frac{"),
+        (r"(?<!\d)\.(?=\d)", "0."),
+    )
+]
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
+
+
+def normalize_latex(answer: str) -> str:
+    """One spelling for answers that mean the same: `\\dfrac 12`, `1/2` and `$\\frac{1}{2}$`; `5 cm.` and `5`."""
+    for pattern, replacement in _SAME_MEANING:
+        answer = pattern.sub(replacement, answer)
+    return re.sub(r"[{},]", "", answer) if _THOUSANDS.fullmatch(answer) else answer
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last `\\boxed{...}`; None if there is none, or if it is not closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for position in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : position]
+    return None
+
+
+def math_boxed(solution_str: str, ground_truth: Any) -> float:
+    """1 if the last boxed answer means the same as the ground truth; uses the package math-verify if it is installed.
+
+    The ground truth may also be a solution that contains a boxed answer.
+    """
+    wanted, answer = _expected(ground_truth, "math"), boxed_answer(solution_str)
+    if answer is None:
+        return 0.0
+    found, truth = normalize_latex(answer), normalize_latex(wanted)
+    if found == truth:
+        return 1.0
+    with suppress(InvalidOperation):
+        return float(Decimal(found) == Decimal(truth))
+    return float(_verified(answer, wanted))
+
+
+def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float]:
+    """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed. `acc` is 1 or 0."""
+    wanted = _expected(ground_truth, "math_dapo")
+    found = re.findall(r"answer\s*:\s*([^\n]+)", solution_str[-_TAIL_CHARACTERS:], re.IGNORECASE)
+    answer = (boxed_answer(found[-1]) or found[-1]) if found else ""
+    is_right = normalize_latex(answer) == normalize_latex(wanted)
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
+
+
+def _expected(ground_truth: Any, rule: str) -> str:
+    text = boxed_answer(str(ground_truth)) or str(ground_truth)
+    if isinstance(ground_truth, list | dict) or not normalize_latex(text):
+        raise DataError(f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number")
+    return text
+
+
+@lru_cache(maxsize=1)
+def _math_verify() -> ModuleType | None:
+    with suppress(ImportError):
+        return import_module("math_verify")
+    return None
+
+
+def _verified(answer: str, wanted: str) -> bool:
+    """Whether math-verify finds that both answers are equal, within a second."""
+    if (package := _math_verify()) is None:
+        return False
+    gold, given = (package.parse(f"${text}$", parsing_timeout=1) for text in (wanted, answer))
+    return bool(package.verify(gold, given, timeout_seconds=1))
+
+
+# --- which rule scores a row --------------------------------------------------------------------------------------
+
+RULES: dict[str, Rule] = {
+    "exact_match": exact_match,
+    "position_match": position_match,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+    "math": math_boxed,
+    "math_dapo": math_dapo,
+}
+_OF_DATASETS: dict[str, Rule] = {
+    "openai/gsm8k": gsm8k,
+    "lighteval/MATH": math_boxed,
+    "DigitalLearningGmbH/MATH-lighteval": math_boxed,
+    "HuggingFaceH4/MATH-500": math_boxed,
+    "math_dapo_reasoning": math_dapo,
+}
+
+
+def rule_for(data_source: str) -> Rule:
+    """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported separately."""
+    rule = _OF_DATASETS.get(data_source) or RULES.get(data_source.split("/")[0])
+    if rule is None and data_source.split("/")[-1].lower().startswith("aime"):
+        rule = math_dapo
+    if rule is None:
+        raise DataError(
+            f"there is no built-in reward for data_source {data_source!r}; set reward.functions to a rule "
+            f"({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
+        )
+    return rule
+
+
+def rules_for(config: Config, data_source: str) -> list[Rule]:
+    """The rules that score rows of this data source; none if only a model or the user's own functions do."""
+    if config.reward_model.enable or config.custom_reward_function.path is not None:
+        return []
+    if config.reward.functions:
+        return [RULES[entry.function] for entry in config.reward.functions if entry.function in RULES]
+    return [rule_for(data_source)]
