@@ -134,8 +134,13 @@ class RewardFunction:
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
-    """The function that `custom_reward_function` names, or the built-in rules if it names none."""
+def load_reward_function(custom: CustomRewardFunctionConfig, given: Callable[..., Any] | None = None) -> RewardFunction:
+    """The function that a Python program has given, or the one that `custom_reward_function` names, or the built-in
+    rules if there is neither."""
+    if given is not None:
+        file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
+        _check_call(given, f"reward={custom.name}", file)
+        return RewardFunction(given, f"reward={custom.name}", file)
     if custom.path is None:
         return RewardFunction(score_by_data_source, "built-in reward")
     file = Path(custom.path).expanduser().absolute()
@@ -154,15 +159,20 @@ def load_reward_function(custom: CustomRewardFunctionConfig) -> RewardFunction:
     if function is None:
         defined = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction))
         raise ConfigError(f"{key}: is not defined in {file}, which defines {defined or 'no function'}")
+    _check_call(function, key, file)
+    return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
+
+
+def _check_call(function: Callable[..., Any], key: str, file: Path) -> None:
+    """Raise ConfigError if the function cannot be called as a reward function."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{key}: is async in {file}; write it as a plain function")
     with suppress(ValueError):  # builtins and C functions have no signature
         try:
             inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
         except TypeError as error:
-            wanted = f"{custom.name}(data_source, solution_str, ground_truth, extra_info=None)"
+            wanted = f"{key.partition('=')[2]}(data_source, solution_str, ground_truth, extra_info=None)"
             raise ConfigError(f"{key}: cannot be called as {wanted} in {file}: {error}") from error
-    return RewardFunction(function, f"custom_reward_function.path={file}: {custom.name}", file)
 
 
 def score_batch(function: RewardFunction, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
