@@ -189,10 +189,11 @@ class PlanSummary:
     overlaps: Sequence[tuple[str, str]]
     """Pairs of operations that can run at the same time."""
     memory: MemoryEstimate
+    """The estimated memory of each pool and role."""
     problems: Sequence[str]
     """Why training cannot start; `plan` raises them."""
     advice: Sequence[Advice]
-    """Overrides with which more memory would be free, if the plan does not fit."""
+    """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
 
     def __str__(self) -> str:
         return Text.from_ansi(self.to_terminal()).plain
@@ -204,6 +205,7 @@ class PlanSummary:
         return plan_as_text(self.plan, self.overlaps, self.memory, self.advice)
 
     def to_json(self) -> str:
+        """What `rolepool plan --json` prints."""
         return plan_as_json(self.plan, self.overlaps, self.memory, self.problems, self.advice)
 
 

@@ -213,7 +213,7 @@ def plot(parser: Parser, arguments: list[str]) -> None:
     print(*written, sep="\n")
 
 
-_ALL = (recipes, plan, config, train, watch, report, compare, plot, trace, export, demo)
+_ALL = (plan, config, train, recipes, watch, report, compare, plot, trace, export, demo)
 COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
 WORDS = {"plan": "RECIPE, FILE or key=value", "config": "KEY, RECIPE, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""

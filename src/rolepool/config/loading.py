@@ -53,7 +53,9 @@ class LoadedConfig:
     """A config, and which keys the user set in files or overrides."""
 
     config: Config
+    """The values, such as `config.trainer.save_freq`."""
     set_keys: frozenset[str]
+    """The keys that files or overrides set; all others have their defaults."""
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""

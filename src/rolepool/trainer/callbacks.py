@@ -6,7 +6,9 @@ from typing import Any
 from rolepool.trainer.console import TrainingConsole
 
 OnStep = Callable[[int, dict[str, float]], object]
+"""Called with the number of a step and its metrics."""
 OnValidation = Callable[[int, dict[str, float], list[dict[str, Any]]], object]
+"""Called with the number of the last step, the metrics of the validation, and all responses with their scores."""
 
 
 class CallbackConsole(TrainingConsole):
