@@ -66,7 +66,7 @@ def plan_as_json(
 
 def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
     """The text to print, with colours if standard output is a terminal."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
     if not console.is_terminal:
         console.width = WIDTH_OFF_TERMINAL
     nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
