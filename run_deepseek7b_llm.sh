@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # DeepSeek-LLM 7B in split placement on 8 GPUs. Further key=value overrides are passed on.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
-.venv/bin/rolepool plan recipes/deepseek7b_split.yaml "$@"
-exec .venv/bin/rolepool train recipes/deepseek7b_split.yaml "$@"
+.venv/bin/rolepool plan deepseek7b_split "$@"
+exec .venv/bin/rolepool train deepseek7b_split "$@"

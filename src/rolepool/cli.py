@@ -5,7 +5,6 @@ Owns the list of commands and what they print. Slow imports are inside the comma
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,12 +50,8 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.placement import build_plan
-    from rolepool.placement.checks import advise, find_problems, find_warnings
-    from rolepool.placement.estimate import estimate_memory
+    from rolepool.api import summarise
     from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
-    from rolepool.placement.render import plan_as_json, plan_as_text
-    from rolepool.trainer.paper import schedule_of
 
     loaded = load_words(options.words)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
@@ -66,25 +61,12 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
         from rolepool.cluster.cluster import live_inventory
 
         inventory = live_inventory(loaded.config.ray_kwargs.ray_init.address, loaded.config.trainer.device)
-    if inventory is not None and "trainer.n_gpus_per_node" not in loaded.set_keys:
-        loaded = replace(loaded, config=loaded.config.with_value("trainer.n_gpus_per_node", max(inventory)))
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
-    # Use the whole inventory, or only as many nodes and GPUs as the user has set.
-    take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
-    replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
-    made = replan(loaded.config)
-    problems = find_problems(loaded.config, made)
-    estimate = estimate_memory(loaded.config, made, None if made.device == "cpu" else gpu_memory)
-    advice = advise(loaded.config, made, estimate, gpu_memory, replan)
-    overlaps = schedule_of(loaded.config).overlaps(made.roles)
-    if options.json:
-        print(plan_as_json(made, overlaps, estimate, problems, advice))
-    else:
-        print(plan_as_text(made, overlaps, estimate, advice))
-    on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
-    print_errors(find_warnings(loaded.config, made, on_cpus=on_cpus), label="warning: ")
-    print_errors(problems)
-    return EXIT_USER_ERROR if problems or (options.strict and estimate.excess) else None
+    made = summarise(loaded, inventory, gpu_memory)
+    print(made.to_json() if options.json else made.to_terminal())
+    print_errors(made.warnings, label="warning: ")
+    print_errors(made.problems)
+    return EXIT_USER_ERROR if made.problems or (options.strict and made.memory.excess) else None
 
 
 def config(parser: Parser, arguments: list[str]) -> None:
@@ -110,12 +92,9 @@ def export(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument("--role", default="actor", help="a role that is trained; default: actor")
     options = parser.parse_intermixed_args(arguments)
 
-    from safetensors import SafetensorError
-
     from rolepool.trainer.checkpoint import export_run
 
-    with explained(f"{options.folder}: cannot be written", "name another folder", SafetensorError):
-        saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
+    saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")
 
 
@@ -192,6 +171,20 @@ def demo(parser: Parser, arguments: list[str]) -> None:
     print(made.folder)
 
 
+def recipes(parser: Parser, arguments: list[str]) -> None:
+    """List the recipes: configs that are part of rolepool and can be trained by name; with NAME, print one."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it")
+    options = parser.parse_intermixed_args(arguments)
+
+    from rolepool.config.recipes import recipe_names, recipe_text
+
+    if options.name is not None:
+        print(recipe_text(options.name), end="")
+        return
+    for name in recipe_names():
+        print(f"{name:<18} {recipe_text(name).splitlines()[0].removeprefix('# ')}")
+
+
 def compare(parser: Parser, arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
     usage = "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
@@ -242,9 +235,7 @@ def plot(parser: Parser, arguments: list[str]) -> None:
     print(*written, sep="\n")
 
 
-COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {
-    command.__name__: command
-    for command in (plan, config, train, watch, serve, report, compare, plot, trace, export, demo)
-}
-WORDS = {"plan": "FILE or key=value", "config": "KEY, FILE or key=value"}
+_ALL = (plan, config, train, recipes, watch, serve, report, compare, plot, trace, export, demo)
+COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
+WORDS = {"plan": "RECIPE, FILE or key=value", "config": "KEY, RECIPE, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""

@@ -69,12 +69,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_input(word: str) -> bool:
-    """Whether a word is a config file or an override."""
-    return "=" in word or word.endswith((".yaml", ".yml")) or os.path.isfile(word)  # noqa: PTH113 (never raises)
+    """Whether a word is a config file, a recipe or an override."""
+    from rolepool.config.recipes import recipe_names
+
+    is_file = word.endswith((".yaml", ".yml")) or os.path.isfile(word)  # noqa: PTH113 (never raises)
+    return is_file or "=" in word or word in recipe_names()
 
 
 def load_words(words: Sequence[str]) -> LoadedConfig:
-    """Load the config from files and overrides."""
+    """Load the config from files, recipes and overrides."""
     from rolepool.config import load_config
 
     files = [word for word in words if "=" not in word and not word.startswith("~")]

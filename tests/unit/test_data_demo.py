@@ -151,7 +151,7 @@ def test_a_making_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_of_an_older_version_is_made_anew(tmp_path: Path) -> None:
     first = make_demo(tmp_path / "demo")
     whole = contents(first.folder)
-    (first.folder / demo.MARKER).write_text('{"version": 0}', encoding="utf-8")
+    (first.folder / demo.DEMO_MARKER).write_text('{"version": 0}', encoding="utf-8")
     (first.folder / "stale.txt").write_text("", encoding="utf-8")
     make_demo(first.folder)
     assert contents(first.folder) == whole

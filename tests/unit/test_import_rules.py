@@ -26,6 +26,7 @@ ORDER = [
     {"rollout"},
     {"roles"},
     {"trainer"},
+    {"api"},
     {"cli"},
 ]
 MAY_IMPORT = {part: set().union(*ORDER[:level]) for level, parts in enumerate(ORDER) for part in parts}
@@ -33,6 +34,7 @@ MAY_IMPORT["cluster"] = {"errors", "files", "seeds", "config", "placement", "met
 MAY_IMPORT["planner"] = MAY_IMPORT["report"] = {"errors", "files", "config", "placement", "metrics"}
 MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["trainer"] |= {"cluster", "command_line"}
+MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
 WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}

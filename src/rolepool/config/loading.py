@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import getitem
 from typing import Any
 
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import import_extensions
+from rolepool.config.recipes import file_of
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
@@ -52,7 +54,9 @@ class LoadedConfig:
     """A config, and which keys the user set in files or overrides."""
 
     config: Config
+    """The values, such as `config.trainer.save_freq`."""
     set_keys: frozenset[str]
+    """The keys that files or overrides set; all others have their defaults."""
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""
@@ -90,18 +94,22 @@ def status(path: str) -> str:
     return f"not implemented yet, only {show(NOT_IMPLEMENTED[path])} works"
 
 
-def load_config(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems."""
+def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems.
+
+    A file may also be the name of a recipe, or a mapping with keys and values. A name in a mapping may be a dotted key.
+    """
     problems: list[str] = []
     leaves: dict[str, Any] = {}
     overrides = list(overrides)
     extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
     for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
         _import_extensions(_parse_override(text))
-    sources = [(_read_file, file) for file in files] + [(_parse_override, override) for override in overrides]
-    for read, source in sources:
+    sources = [partial(_read_source, file) for file in files]
+    sources += [partial(_parse_override, override) for override in overrides]
+    for read in sources:
         try:
-            tree = read(source)
+            tree = read()
         except ConfigError as error:
             problems.extend(error.problems)
             continue
@@ -153,18 +161,21 @@ def unknown_key(path: str) -> str:
 
 def _import_extensions(tree: dict[str, Any]) -> None:
     """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys."""
-    trainer = tree.get("trainer")
-    names = trainer.get("extensions") if isinstance(trainer, dict) else ()
+    names = dict(_flatten(tree)).get("trainer.extensions", ())
     names = [names] if isinstance(names, str) else names
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         import_extensions(names)
 
 
+def _read_source(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    return _read_file(source) if isinstance(source, str) else _read_values(source)
+
+
 def _read_file(file: str) -> dict[str, Any]:
-    fix = "give a YAML file, or key=value for an override"
+    fix = "give a YAML file, or key=value for an override; `rolepool recipes` lists the recipes"
     with explained(f"config file {show(file)}: cannot be read", fix, *UNPARSABLE):
         try:
-            content = _plain(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
+            content = _plain(OmegaConf.to_container(OmegaConf.load(file_of(file)), resolve=False))
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -172,6 +183,15 @@ def _read_file(file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"config file {show(file)}: must contain keys and values, not a list")
     return {str(name): value for name, value in content.items()}
+
+
+def _read_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys and values that a Python program set, as plain data: paths become texts, and tuples become lists."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        with explained(f"{name}={show(value)}: cannot be stored", "use texts, numbers, lists and dicts", *UNPARSABLE):
+            plain[str(name)] = json.loads(json.dumps(value, default=os.fspath))
+    return plain
 
 
 def _parse_override(text: str) -> dict[str, Any]:

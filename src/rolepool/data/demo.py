@@ -25,6 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from rolepool.config.recipes import DEMO_MARKER
 from rolepool.errors import ConfigError
 
 VERSION = 2
@@ -43,8 +44,6 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 CHAT_TEMPLATE += "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-MARKER = "made_by_rolepool.json"
 
 
 class Demo:
@@ -85,7 +84,7 @@ def make_demo(folder: str | os.PathLike[str]) -> Demo:
 def _version_of(folder: Path) -> Any:
     """The version of a complete demo folder; None for any other folder."""
     try:
-        return json.loads((folder / MARKER).read_text(encoding="utf-8"))["version"]
+        return json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))["version"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -108,7 +107,7 @@ def _write(demo: Demo) -> None:
                 lines.write(json.dumps(row) + "\n")
     _write_model(demo.model, LlamaForCausalLM)
     _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
-    (demo.folder / MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
+    (demo.folder / DEMO_MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
 
 
 def _write_model(folder: Path, model_class: Any, **more: Any) -> None:

@@ -29,6 +29,9 @@ from rolepool.errors import ConfigError, RolepoolError, explained
 if TYPE_CHECKING:
     from rolepool.protocol import DataProto
 
+PYTHON_FUNCTION = "(a Python function)"
+"""Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
+
 
 class RewardError(RolepoolError):
     """A reward function failed on a row, or did not return a score."""
@@ -125,7 +128,10 @@ class FunctionInFile(NamedTuple):
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
-        function = vars(module).get(self.name)
+        return self.holding(vars(module).get(self.name))
+
+    def holding(self, function: Any) -> RewardFunction:
+        """This function of the file. Raises ConfigError if it cannot be called like a reward function."""
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"{self.setting}: {self.name} is not a plain function in {self.file}; write it as one")
         with suppress(ValueError):  # builtins and C functions have no signature
@@ -161,13 +167,21 @@ def functions_of(
 
 def check_functions(config: Config) -> None:
     """Raise ConfigError if a rule does not exist or a file of the user has no such function. Does not run the file."""
+    if config.custom_reward_function.path == PYTHON_FUNCTION:
+        return
     for function in functions_of(config.custom_reward_function, config.reward).values():
         if isinstance(function, FunctionInFile):
             function.check()
 
 
-def load_reward_function(custom: CustomRewardFunctionConfig, reward: RewardConfig) -> RewardFunction | WeightedRewards:
-    """The functions of the config, or the built-in rules for data sources if it names none."""
+def load_reward_function(
+    custom: CustomRewardFunctionConfig, reward: RewardConfig, given: Callable[..., Any] | None = None
+) -> RewardFunction | WeightedRewards:
+    """The function that a Python program has given, or the functions of the config, or the built-in rules for data
+    sources if there is neither."""
+    if given is not None:
+        file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
+        return FunctionInFile(file, custom.name, f"reward={custom.name}").holding(given)
     named = functions_of(custom, reward)
     functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
     if reward.functions:

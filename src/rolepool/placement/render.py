@@ -70,7 +70,7 @@ def plan_as_json(
 
 def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
     """The text to print, with colours if standard output is a terminal."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, force_jupyter=False)
     console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
     nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
     kind = "CPU slots" if plan.device == "cpu" else "GPUs"

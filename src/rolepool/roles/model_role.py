@@ -48,6 +48,8 @@ class Setup:
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla
+    reward: Callable[..., Any] | None = None
+    """The reward function that a Python program has given; None uses the one that the config names."""
 
 
 @dataclass

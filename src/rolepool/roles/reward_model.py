@@ -63,7 +63,7 @@ class RuleReward(Worker):
     def __init__(self, config: Config, setup: Setup) -> None:
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
-        self.function = load_reward_function(config.custom_reward_function, config.reward)
+        self.function = load_reward_function(config.custom_reward_function, config.reward, setup.reward)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,

@@ -7,6 +7,7 @@ class plays which role is in the table of `rolepool.placement.roles`.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from rolepool.config import Config
 from rolepool.config.functions import import_object
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import load_reward_function
+from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
 from rolepool.placement import Plan, Role
@@ -33,9 +35,15 @@ WEIGHTS_PER_CALL = 16
 
 
 def build_roles(
-    cluster: Cluster, config: Config, plan: Plan, num_training_steps: int, dtype: torch.dtype = torch.float32
+    cluster: Cluster,
+    config: Config,
+    plan: Plan,
+    num_training_steps: int,
+    dtype: torch.dtype = torch.float32,
+    reward: Callable[..., Any] | None = None,
 ) -> Roles:
-    """Build every role on its pool, all pools at the same time, and wait until they are ready.
+    """Build every role on its pool, all pools at the same time, and wait until they are ready. `reward` is a reward
+    function that the config does not name.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
@@ -54,6 +62,7 @@ def build_roles(
         stop_token_ids=(tokenizer.eos_token_id,),
         pad_token_id=tokenizer.pad_token_id,
         policy_loss=policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        reward=reward,
     )
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
@@ -75,7 +84,7 @@ def build_roles(
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
 
-def check_inputs(config: Config, plan: Plan) -> None:
+def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None = None) -> None:
     """Raise ConfigError, before a process starts, if a model, function or class cannot be loaded."""
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
@@ -84,7 +93,9 @@ def check_inputs(config: Config, plan: Plan) -> None:
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
-        load_reward_function(config.custom_reward_function, config.reward)
+        load_reward_function(config.custom_reward_function, config.reward, reward)
+    elif reward is not None:
+        raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

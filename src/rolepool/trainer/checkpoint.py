@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, load_config
@@ -114,5 +115,6 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
     except OSError:
         raise ConfigError(f"{key}={model}: not found; run the export on a machine that has it") from None
-    model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
+    with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
+        model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
     return saved

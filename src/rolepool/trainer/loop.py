@@ -7,7 +7,7 @@ step has begun. Saving and validating wait for that.
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -69,15 +69,19 @@ class Interrupt:
 class Trainer:
     """A training run, from the config to the last step."""
 
-    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Callable[..., Any] | None = None
+    ) -> None:
+        """`reward` is a reward function that the config does not name."""
         self.loaded = loaded
+        self.reward = reward
         self.config: Config = loaded.config
         self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
         if problems := find_problems(self.config, self.plan):
             raise PlacementError(problems)
-        check_inputs(self.config, self.plan)
+        check_inputs(self.config, self.plan, reward)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
         data = self.config.data
@@ -144,7 +148,7 @@ class Trainer:
             run_seed=self.config.trainer.seed,
         ) as cluster:
             self.observer.on_phase("loading models")
-            roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype)
+            roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
             self.monitors = cluster.start_monitors()  # early, because starting them takes a while
             if self.save_freq > 0 or saved is not None:
                 self.checkpoints.check_folder_is_shared(roles)

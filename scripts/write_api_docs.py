@@ -1,0 +1,138 @@
+"""Write docs/api.md from the signatures and docstrings of the public names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import rolepool
+from rolepool import api, errors
+from rolepool.trainer import callbacks
+
+SECTIONS = {
+    "Plan, train, read a run": ["load_config", "plan", "train", "Run", "PlanSummary", "LoadedConfig", "Config"],
+    "Worker groups": [
+        *("Cluster", "WorkerGroup", "Worker", "register", "Dispatch", "Execute", "DataProto", "DataProtoFuture"),
+        *("Role", "ResourcePool", "ResourcePoolManager"),
+    ],
+    "Functions of your own": ["register_adv_est", "register_policy_loss"],
+    "Errors": ["RolepoolError"],
+}
+INTRODUCTION = """\
+# Python API
+
+Generated from the docstrings by `python scripts/write_api_docs.py`; do not edit by hand.
+
+`import rolepool as rp` is fast: torch and Ray are imported by the functions that need them. `dir(rp)` lists all names.
+[examples/first_curve.ipynb](../examples/first_curve.ipynb) trains with a reward function of its own and compares two
+placements. [examples/own_algorithm.py](../examples/own_algorithm.py) is an algorithm of its own on worker groups.
+
+```python
+import rolepool as rp
+
+
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.strip() == ground_truth)
+
+
+run = rp.train(config="demo", reward=reward, placement="split", **{"trainer.total_training_steps": 20})
+print(run.metrics())
+run.report()
+```
+"""
+MADE_BY_OTHERS = {"WorkerGroup": ["add_role", "role"], "DataProtoFuture": None, "LoadedConfig": None}
+"""Classes that no program constructs itself, and which of their methods are shown; None shows all."""
+MAX_WIDTH = 100
+
+
+def markdown() -> str:
+    """The page."""
+    listed = {name for names in SECTIONS.values() for name in names}
+    assert listed == set(rolepool.__all__) - {"__version__"}, "every public name belongs to one section"
+    parts = [INTRODUCTION]
+    for title, names in SECTIONS.items():
+        parts += [f"## {title}\n", *(describe(name) for name in names)]
+    classes = [kind for kind in vars(errors).values() if inspect.isclass(kind)]
+    kinds = [kind for kind in classes if issubclass(kind, errors.RolepoolError) and kind is not errors.RolepoolError]
+    lines = [f"- `{kind.__name__}`: {one_paragraph(inspect.getdoc(kind) or '')}\n" for kind in kinds]
+    aliases = [line for module in (api, callbacks) for line in attributes(parsed(module)) if line[1].isupper()]
+    types = [f"- {line}\n" for line in aliases if "PYTHON_FUNCTION" not in line]
+    return "\n".join([*parts, "".join(lines), "## Types in the signatures\n", "".join(types)])
+
+
+def parsed(thing: object) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(thing)))  # type: ignore[arg-type]
+
+
+def describe(name: str) -> str:
+    """The entry of one public name."""
+    (node,) = parsed(getattr(rolepool, name)).body
+    text = ast.get_docstring(node) or ""  # type: ignore[arg-type]
+    if isinstance(node, ast.FunctionDef):
+        return f"### {name}\n\n```python\n{signature(node, name, is_long=True)}\n```\n\n{text}\n"
+    assert isinstance(node, ast.ClassDef)
+    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    made = ""
+    if "__init__" in methods and name not in MADE_BY_OTHERS:
+        made = f"\n```python\n{signature(methods['__init__'], name, is_long=True)}\n```\n"
+    shown = MADE_BY_OTHERS.get(name) or [one for one in methods if not one.startswith("_")]
+    documented = [methods[one] for one in shown if ast.get_docstring(methods[one])]
+    members = "".join(f"- {member}\n" for member in [*attributes(node), *map(describe_method, documented)])
+    return f"### {name}\n{made}\n{text}\n" + (f"\n{members}" if members else "")
+
+
+def attributes(node: ast.ClassDef | ast.Module) -> Iterator[str]:
+    """Attributes that have a docstring below them, and the fields of a dataclass."""
+    decorators = node.decorator_list if isinstance(node, ast.ClassDef) else []
+    is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in decorators)
+    for one, following in zip(node.body, [*node.body[1:], None], strict=True):
+        docstring = ""
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docstring = f": {one_paragraph(str(following.value.value))}"
+        is_field = isinstance(one, ast.AnnAssign) and is_dataclass
+        if is_field or (isinstance(one, ast.AnnAssign | ast.Assign) and docstring):
+            yield f"`{ast.unparse(one)}`{docstring}"
+
+
+def describe_method(node: ast.FunctionDef) -> str:
+    decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+    is_property = decorators & {"property", "cached_property"}
+    text = node.name if is_property else signature(node, node.name)
+    return f"`{text}`: {one_paragraph(ast.get_docstring(node) or '')}"
+
+
+def signature(node: ast.FunctionDef, name: str, *, is_long: bool = False) -> str:
+    """`name(parameters) -> type`, without `self`. If `is_long`, a long one has a line for each parameter."""
+    result = "" if node.name == "__init__" else f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    shown = list(parameters(node.args))
+    line = f"{name}({', '.join(shown)}){result}"
+    if not is_long or len(line) <= MAX_WIDTH:
+        return line
+    return f"{name}(\n    " + ",\n    ".join(shown) + f",\n){result}"
+
+
+def parameters(arguments: ast.arguments) -> Iterator[str]:
+    """Each parameter with its type and default, and `*` before those that must be named."""
+    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
+    for argument, default in zip(arguments.args, defaults, strict=True):
+        if argument.arg not in ("self", "cls"):
+            yield ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+    if arguments.vararg is not None or arguments.kwonlyargs:
+        yield "*" + ("" if arguments.vararg is None else ast.unparse(arguments.vararg))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+    if arguments.kwarg is not None:
+        yield f"**{ast.unparse(arguments.kwarg)}"
+
+
+def one_paragraph(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    file = Path(__file__).parent.parent / "docs" / "api.md"
+    file.write_text(markdown(), encoding="utf-8")
+    print(f"wrote {file}")

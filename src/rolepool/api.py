@@ -1,0 +1,288 @@
+"""rolepool in Python: `import rolepool as rp`, then `rp.plan`, `rp.train` and `rp.Run`.
+
+Owns the arguments of these functions. They do what the commands with these names do, with the same messages. Slow
+imports wait until a function needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from rolepool.config import Config, LoadedConfig
+from rolepool.config import load_config as load_files
+from rolepool.data.rewards import PYTHON_FUNCTION
+from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
+from rolepool.files import write_atomically
+from rolepool.placement import Plan, build_plan
+from rolepool.placement.checks import Advice, advise, find_problems, find_warnings
+from rolepool.placement.estimate import MemoryEstimate, estimate_memory
+from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.render import plan_as_json, plan_as_text
+from rolepool.report.run import read_run
+
+if TYPE_CHECKING:
+    from rolepool.trainer.callbacks import OnStep, OnValidation
+
+Source = str | Path | Mapping[str, Any] | LoadedConfig
+"""A config file or the name of a recipe, keys with values, or a config that was loaded."""
+Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
+"""One or several files, or rows: a list of dicts, or a `datasets.Dataset`."""
+
+
+def load_config(config: Source | Sequence[Source] = (), **keys: Any) -> LoadedConfig:
+    """Load and check a config, as all commands do. Raises ConfigError with one line for each problem.
+
+    `config` is a YAML file, the name of a recipe, a dict, a config that this function returned, or a list of them; the
+    last one wins. `keys` win over `config`. Write them as nested dicts (`trainer={"save_freq": 5}`) or as dotted keys
+    (`**{"trainer.save_freq": 5}`).
+
+    The result has the values in `.config`, such as `.config.trainer.save_freq`. `.to_yaml()` returns all keys as text,
+    and `.explain("trainer.save_freq")` says what a key means.
+    """
+    sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
+    return load_files([*map(_as_file, sources), keys])
+
+
+def plan(
+    config: Source | Sequence[Source] = (),
+    *,
+    model: str | Path | None = None,
+    placement: str | Mapping[str, Any] | None = None,
+    inventory: str | Sequence[int] | None = None,
+    gpu_memory: str | float | None = None,
+    **keys: Any,
+) -> PlanSummary:
+    """Which roles run on which GPUs, whether they fit in memory, and what runs at the same time.
+
+    `config`, `model`, `placement` and `keys` are those of `train`. `inventory` is the number of GPUs on each node, such
+    as `[8, 8]`. `gpu_memory` is the memory of one GPU in GiB; the default is that of this machine's GPU. Starts no
+    process and imports neither torch nor Ray. Raises PlacementError if the roles cannot be placed.
+    """
+    if inventory is not None and not isinstance(inventory, str):
+        inventory = ",".join(map(str, inventory))
+    summary = summarise(
+        load_config([load_config(config, **keys), _named(model, placement)]),
+        inventory=None if inventory is None else parse_inventory(inventory),
+        gpu_memory_bytes=detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory)),
+    )
+    if summary.problems:
+        raise PlacementError(summary.problems)
+    return summary
+
+
+def train(
+    model: str | Path | None = None,
+    data: Data | Mapping[str, Any] | None = None,
+    reward: Callable[..., Any] | str | Path | None = None,
+    placement: str | Mapping[str, Any] | None = None,
+    *,
+    val_data: Data | None = None,
+    config: Source | Sequence[Source] = (),
+    on_step: OnStep | None = None,
+    on_validation: OnValidation | None = None,
+    **keys: Any,
+) -> Run:
+    """Train, and return the finished run. Resumes from the newest checkpoint of the run folder if there is one.
+
+    - `model`: a Hugging Face model folder or hub id (`actor_rollout_ref.model.path`).
+    - `data`, `val_data`: files (`data.train_files`, `data.val_files`), a list of rows (dicts), or a `datasets.Dataset`.
+      Rows are written as JSONL files below `data` in the run folder. `data` may also be a dict with keys of the section
+      `data`.
+    - `reward`: a function with the parameters `data_source`, `solution_str`, `ground_truth` and `extra_info`, which
+      returns a number, or a dict with the number as `score` and other numbers to log. A function that is defined in a
+      notebook or script is copied to the reward workers; a function of a module is imported there. May also be a Python
+      file (`custom_reward_function.path`). Default: the built-in rules.
+    - `placement`: a strategy, such as `"split"`, or a dict with keys of the section `placement`.
+    - `config`, `keys`: see `load_config`. The arguments above win over them.
+    - `on_step(step, metrics)` is called after each step. `on_validation(step, metrics, samples)` is called after each
+      validation; a sample has the prompt, the response, the ground truth and the score.
+
+    Ctrl-C (in a notebook: interrupt) finishes the step, saves it if the run saves checkpoints, and raises
+    KeyboardInterrupt. Errors that you can fix are RolepoolErrors. May be called again in the same process.
+    """
+    from rolepool.trainer.main_ppo import start
+
+    sources: list[Source] = [load_config(config, **keys), _named(model, placement)]
+    if isinstance(data, Mapping):
+        sources.append({"data": data})
+        data = None
+    function = reward if callable(reward) else None
+    if function is not None:
+        sources.append({"custom_reward_function": {"path": PYTHON_FUNCTION, "name": _name_to_send(function)}})
+    elif reward is not None:
+        sources.append({"custom_reward_function.path": reward})
+    loaded = load_config(sources)
+    folder = Path(loaded.config.trainer.default_local_dir).expanduser()
+    given = {split: one for split, one in (("train", data), ("val", val_data)) if one is not None}
+    files = {f"data.{split}_files": _as_data_files(one, split, folder) for split, one in given.items()}
+    start(load_config([loaded, files]), function, on_step, on_validation)
+    return Run(folder)
+
+
+class Run:
+    """A run folder, such as `Run("runs/demo")`: what `train` returns. The run may still be training."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        read_run(self.folder, last_bytes=0)  # raises ConfigError if it is not a run folder
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def config(self) -> Config:
+        """All keys of the run, such as `run.config.trainer.save_freq`."""
+        return load_config(self.folder / "config.yaml").config
+
+    @property
+    def plan(self) -> PlanSummary:
+        """The plan of the run, with the memory estimate for this machine's GPU."""
+        made = read_run(self.folder, last_bytes=0).plan
+        if made is None:
+            raise ConfigError(f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run")
+        return _summary_of(self.config, made, detect_gpu_memory(), build_plan)
+
+    def metrics(self) -> Any:
+        """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if pandas is not
+        installed. Metrics of a validation or a checkpoint are in the row of its step."""
+        rows = read_run(self.folder, last_bytes=0).metrics
+        if find_spec("pandas") is None:
+            return [{"step": step, **row} for step, row in rows.items()]
+        import pandas
+
+        return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step")
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the report page and return its path; default: report.html in the run folder."""
+        from rolepool.report.views import render
+
+        page = self.folder / "report.html" if path is None else Path(path)
+        with explained(f"report {page}: cannot be written", "give another path"):
+            return write_atomically(page, [render(read_run(self.folder))])
+
+    def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
+        """Write the model of a checkpoint as a Hugging Face model folder and return this folder; default: the actor of
+        the newest checkpoint."""
+        from rolepool.trainer.checkpoint import export_run
+
+        export_run(self.folder, step, Path(folder), role)
+        return Path(folder)
+
+
+@dataclass(frozen=True, repr=False)
+class PlanSummary:
+    """A plan and what is known about it. `str()` of it is the text that `rolepool plan` prints."""
+
+    plan: Plan
+    """The pool of each role, and the GPUs of each pool."""
+    overlaps: Sequence[tuple[str, str]]
+    """Pairs of operations that can run at the same time."""
+    memory: MemoryEstimate
+    """The estimated memory of each pool and role."""
+    problems: Sequence[str]
+    """Why training cannot start; `plan` raises them."""
+    warnings: Sequence[str]
+    """What is allowed, and probably not wanted."""
+    advice: Sequence[Advice]
+    """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
+
+    def __str__(self) -> str:
+        return Text.from_ansi(self.to_terminal()).plain
+
+    __repr__ = __str__
+
+    def to_terminal(self) -> str:
+        """The text, with colours if standard output is a terminal."""
+        return plan_as_text(self.plan, self.overlaps, self.memory, self.advice)
+
+    def to_json(self) -> str:
+        """What `rolepool plan --json` prints."""
+        return plan_as_json(self.plan, self.overlaps, self.memory, self.problems, self.advice)
+
+
+def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
+    """Make the plan of a config on these nodes, and find out what is known about it."""
+    if inventory is not None and "trainer.n_gpus_per_node" not in loaded.set_keys:
+        loaded = replace(loaded, config=loaded.config.with_value("trainer.n_gpus_per_node", max(inventory)))
+    # Use the whole inventory, or only as many nodes and GPUs as the user has set.
+    take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
+    replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
+    made = replan(loaded.config)
+    on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
+    return _summary_of(loaded.config, made, gpu_memory_bytes, replan, on_cpus=on_cpus)
+
+
+def _summary_of(
+    config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Callable[[Config], Plan], *, on_cpus: bool = False
+) -> PlanSummary:
+    from rolepool.trainer.paper import schedule_of
+
+    estimate = estimate_memory(config, made, None if made.device == "cpu" else gpu_memory_bytes)
+    overlaps = schedule_of(config).overlaps(made.roles)
+    advice = advise(config, made, estimate, gpu_memory_bytes, replan)
+    warnings = list(find_warnings(config, made, on_cpus=on_cpus))
+    return PlanSummary(made, overlaps, estimate, find_problems(config, made), warnings, advice)
+
+
+# From arguments to keys
+
+
+def _as_file(source: Source) -> str | Mapping[str, Any]:
+    """A source in a form that the loader of files reads: a name, or keys with values."""
+    if isinstance(source, LoadedConfig):  # only the keys that were set, so that others still follow them
+        return {path: source.value_of(path) for path in sorted(source.set_keys)}
+    return source if isinstance(source, Mapping) else str(source)
+
+
+def _named(model: str | Path | None, placement: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    strategy = placement if isinstance(placement, Mapping) or placement is None else {"strategy": placement}
+    keys = {"actor_rollout_ref.model.path": model, "placement": strategy}
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _name_to_send(function: Callable[..., Any]) -> str:
+    """The name of a reward function. Raises ConfigError if it cannot be sent to other processes."""
+    import cloudpickle
+
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:  # pickling may call any code
+        fix = "create what cannot be copied inside the function"
+        raise ConfigError(f"reward={name}: cannot be sent to the reward workers ({one_line(error)}); {fix}") from error
+    return str(name)
+
+
+def _as_data_files(given: Data, split: str, folder: Path) -> list[str]:
+    """The files of a data set. Rows are written to a folder that is named after their content, so that an earlier run
+    keeps its rows."""
+    if isinstance(given, str | Path):
+        return [str(given)]
+    rows = list(given.to_list() if hasattr(given, "to_list") else given)
+    if rows and isinstance(given, list | tuple) and all(isinstance(row, str | Path) for row in rows):
+        return [str(row) for row in rows]
+    text = "".join(f"{_as_json(row, split, number)}\n" for number, row in enumerate(rows, 1))
+    path = folder / "data" / hashlib.blake2b(text.encode(), digest_size=4).hexdigest() / f"{split}.jsonl"
+    with explained(f"trainer.default_local_dir={folder}: cannot be written", "name another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return [str(write_atomically(path, [text]))]
+
+
+def _as_json(row: Any, split: str, number: int) -> str:
+    if not isinstance(row, Mapping):
+        what = f"{split} data: row {number} is of type {type(row).__name__}, not a dict"
+        raise DataError(f"{what}; give files, a list of dicts or a datasets.Dataset")
+    try:
+        return json.dumps(dict(row))
+    except (TypeError, ValueError) as error:
+        what = f"{split} data: row {number} cannot be written as JSON ({one_line(error)})"
+        raise DataError(f"{what}; use texts, numbers, lists and dicts") from error
