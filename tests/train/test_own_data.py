@@ -12,11 +12,8 @@ from train_helpers import ONE_RANK, rows_of, train
 from rolepool.data.demo import Demo
 
 REWARD = """
-import threading
-
 def first_letter(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "letters"
-    assert threading.current_thread() is threading.main_thread()  # the rule math needs it to stop slow comparisons
     return {"score": solution_str[:1] == ground_truth[0], "level": extra_info["level"]}
 """
 
