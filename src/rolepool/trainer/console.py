@@ -28,7 +28,7 @@ class TrainingConsole(Observer):
     """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress`."""
 
     def __init__(self, num_steps: int, *, lines: bool) -> None:
-        self._console = _Terminal(highlight=False, soft_wrap=True, force_jupyter=False)
+        self._console = _Terminal(highlight=False, soft_wrap=True)
         self._lines = lines
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
