@@ -182,7 +182,7 @@ locked.__module__ = "__main__"  # as in a notebook, where functions are copied
             {"reward": locked},
             "reward=locked: cannot be sent to the reward workers (cannot pickle '_thread.lock'",
         ),
-        ({"reward": "nowhere.py"}, "nowhere.py: there is no such file; give a Python file"),
+        ({"reward": "nowhere.py"}, "nowhere.py: cannot be imported"),
         (
             {"reward": no_reward},
             "reward=no_reward: cannot be called as no_reward(data_source, solution_str",
