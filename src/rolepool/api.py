@@ -267,7 +267,7 @@ def _as_data_files(given: Data, split: str, folder: Path) -> list[str]:
     keeps its rows."""
     if isinstance(given, str | Path):
         return [str(given)]
-    rows = list(given.to_list() if hasattr(given, "to_list") else given)
+    rows = given.to_list() if hasattr(given, "to_list") else list(given) if isinstance(given, Iterable) else [given]
     if rows and isinstance(given, list | tuple) and all(isinstance(row, str | Path) for row in rows):
         return [str(row) for row in rows]
     text = "".join(f"{_as_json(row, split, number)}\n" for number, row in enumerate(rows, 1))

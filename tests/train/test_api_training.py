@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from train_helpers import ONE_RANK, small_keys
 from transformers import AutoModelForCausalLM
@@ -18,16 +19,6 @@ import rolepool as rp
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.errors import WorkerError
-
-
-class Rows:
-    """What a `datasets.Dataset` offers."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows = rows
-
-    def to_list(self) -> list[dict[str, Any]]:
-        return self._rows
 
 
 def rows_of(file: Path, number: int) -> list[dict[str, Any]]:
@@ -48,7 +39,7 @@ def test_rows_and_a_function_of_this_process_train_and_the_run_is_returned(
     small = load_config([], small_keys(demo, tmp_path / "run", *ONE_RANK))
     run = rp.train(
         data=train_rows,
-        val_data=Rows(val_rows),
+        val_data=datasets.Dataset.from_list(val_rows),
         reward=reward,
         config=small,
         on_step=lambda step, metrics: steps.append((step, metrics["critic/score/mean"])),

@@ -47,6 +47,14 @@ def append(folder: RunFolder, name: str, text: str | bytes) -> None:
         file.write(text if isinstance(text, bytes) else text.encode())
 
 
+def test_the_end_of_a_long_file_begins_with_a_whole_line(folder: RunFolder) -> None:
+    length = (folder.path / "spans.jsonl").stat().st_size // 2
+    for last_bytes, steps in ((0, []), (length - 1, []), (length, [2]), (length + 1, [2]), (2 * length, [1, 2])):
+        run = read_run(folder.path, last_bytes)
+        assert [recorded.step for recorded in run.spans] == steps
+        assert run.notes == []
+
+
 def test_a_run_is_read_back_as_it_was_written(folder: RunFolder) -> None:
     run = read_run(str(folder.path))
     loaded = load_config()

@@ -14,6 +14,8 @@ from rolepool.metrics.run_folder import State
 from rolepool.placement.roles import OPERATIONS
 
 INTERVAL_S = 1.0
+WEIGHT_SYNC = ("take_weights_here", "export_weights", "end_of_weights")
+"""Other methods of the operation `update_weights`."""
 
 
 class LiveState:
@@ -23,6 +25,7 @@ class LiveState:
         self._groups, self._write = groups, write
         # Two operations have the same method; the first one in the order of a step gives the name.
         self._names = {operation.method: operation.name for operation in reversed(OPERATIONS.values())}
+        self._names |= dict.fromkeys(WEIGHT_SYNC, "update_weights")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.begin("starting")

@@ -147,6 +147,9 @@ class JsonLines(Generic[T]):
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode, self._offset = status.st_ino, int(max(0, status.st_size - self._last_bytes))
+                if self._offset:  # at the start of a line
+                    file.seek(self._offset - 1)
+                    self._offset += len(file.readline()) - 1
             file.seek(self._offset)
             for line in file:
                 self.is_cut_off = not line.endswith(b"\n")

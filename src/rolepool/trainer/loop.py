@@ -140,7 +140,8 @@ class Trainer:
         ray_init = self.config.ray_kwargs.ray_init
         if self.save_freq < 0 and not self.config.trainer.val_only:
             self.observer.on_notice("no checkpoint will be saved (trainer.save_freq=-1)")
-        self.observer.on_phase(f"starting {sum(pool.world_size for pool in self.plan.pools.values())} processes")
+        num_processes = sum(pool.world_size for pool in self.plan.pools.values())
+        self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
         with Cluster(
             self.plan,
             address=ray_init.address,
