@@ -49,7 +49,7 @@ class TrainingConsole(Observer):
     """
 
     def __init__(self, loggers: Sequence[str]) -> None:
-        self._console = _Terminal(highlight=False, soft_wrap=True, force_jupyter=False)
+        self._console = _Terminal(highlight=False, soft_wrap=True)
         self._loggers = loggers
         self._phase: tuple[str, float] | None = None
         self.progress = Progress(
