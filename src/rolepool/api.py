@@ -19,6 +19,7 @@ from rich.text import Text
 
 from rolepool.config import Config, LoadedConfig
 from rolepool.config import load_config as load_files
+from rolepool.config.fitting import num_gpus
 from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
 from rolepool.files import write_atomically
@@ -211,8 +212,14 @@ class PlanSummary:
 
 def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
-    if inventory is not None and "trainer.n_gpus_per_node" not in loaded.set_keys:
-        loaded = replace(loaded, config=loaded.config.with_value("trainer.n_gpus_per_node", max(inventory)))
+    if "trainer.n_gpus_per_node" not in loaded.set_keys:
+        fitted = loaded.config
+        if inventory is not None:
+            fitted = fitted.with_value("trainer.n_gpus_per_node", max(inventory))
+        elif fitted.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
+            # The plan is not for another machine, and the default is the number of CPU slots.
+            fitted = fitted.with_value("trainer.device", "cpu")
+        loaded = replace(loaded, config=fitted)
     # Use the whole inventory, or only as many nodes and GPUs as the user has set.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
     replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)

@@ -168,10 +168,20 @@ def test_gpus_in_no_pool_and_gpus_in_two_pools_are_shown_so(rolepool: Rolepool) 
     assert out.startswith("2 pools on 1 of 2 GPUs")
 
 
+def test_without_a_gpu_the_plan_shows_cpu_slots_unless_it_is_for_another_machine(
+    rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("rolepool.placement.plan.detect_gpu_memory", lambda: None)
+    assert "CPU slots" in rolepool("plan").out
+    for elsewhere in (("--gpu-memory", "80"), ("--inventory", "8"), ("trainer.n_gpus_per_node=8",)):
+        assert "CPU slots" not in rolepool("plan", *elsewhere).out
+
+
 def test_a_plan_says_where_mps_is_started(rolepool: Rolepool) -> None:
     pools = ("placement.pools.a={per_node: [1], share: 0.5}", "placement.pools.b={per_node: [1], share: 0.5}")
     roles = ("placement.roles.actor_rollout=a", "placement.roles.critic=b", "placement.strategy=custom")
-    shared = rolepool("plan", *pools, *roles, "placement.mps=true")
+    shared = rolepool("plan", *pools, *roles, "placement.mps=true", "trainer.n_gpus_per_node=2")
     assert "CUDA MPS: started on the nodes of a, b, and stopped with the run\n" in shared.out
     assert "MPS" not in rolepool("plan", *pools, *roles).out
 
