@@ -128,10 +128,12 @@ class FunctionInFile(NamedTuple):
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
-        return self.holding(vars(module).get(self.name))
+        function: Any = vars(module).get(self.name)
+        self.check_call(function)
+        return RewardFunction(function, f"{self.setting}: {self.name}", self.file)
 
-    def holding(self, function: Any) -> RewardFunction:
-        """This function of the file. Raises ConfigError if it cannot be called like a reward function."""
+    def check_call(self, function: Any) -> None:
+        """Raise ConfigError if the function cannot be called like a reward function."""
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"{self.setting}: {self.name} is not a plain function in {self.file}; write it as one")
         with suppress(ValueError):  # builtins and C functions have no signature
@@ -140,7 +142,6 @@ class FunctionInFile(NamedTuple):
             except TypeError as error:
                 call = f"{self.name}(data_source, solution_str, ground_truth, extra_info=None)"
                 raise ConfigError(f"{self.setting}: cannot be called as {call}: {error}") from error
-        return RewardFunction(function, f"{self.setting}: {self.name}", self.file)
 
 
 def functions_of(
@@ -181,7 +182,9 @@ def load_reward_function(
     sources if there is neither."""
     if given is not None:
         file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
-        return FunctionInFile(file, custom.name, f"reward={custom.name}").holding(given)
+        setting = f"reward={custom.name}"
+        FunctionInFile(file, custom.name, setting).check_call(given)
+        return RewardFunction(given, setting, file)
     named = functions_of(custom, reward)
     functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
     if reward.functions:
