@@ -382,7 +382,7 @@ def test_runs_of_different_work_are_compared_only_on_demand(tmp_path: Path, runs
         (link,) = re.findall(r'href="(/compare.*?)"', refused.text)
         compared = client.get(link.replace("&amp;", "&"))
         assert compared.status == 200
-        assert "<h1>one and other</h1>" in compared.text
+        assert "<title>one and other</title>" in compared.text
 
 
 # The command
