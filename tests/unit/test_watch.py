@@ -109,14 +109,14 @@ def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
         with (folder / name).open("w", encoding="utf-8") as file:
             file.write("".join(half) + lines[len(half)][:25])
     watched.update()
-    assert watched.step == 6
-    assert not watched.is_finished
+    assert watched.run.step == 6
+    assert not watched.run.is_finished
     for name in ("metrics.jsonl", "spans.jsonl"):
         text = (whole / name).read_text(encoding="utf-8")
         with (folder / name).open("a", encoding="utf-8") as file:
             file.write(text[(folder / name).stat().st_size :])
     watched.update()
-    assert watched.step == 12
+    assert watched.run.step == 12
     assert "finished" in text_of(watched)
 
 
@@ -175,11 +175,12 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
 
 def test_the_number_of_steps_follows_from_the_rows_where_the_config_names_epochs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", overrides=("trainer.total_epochs=1",))
-    assert WatchedRun(folder).num_steps is None
+    assert WatchedRun(folder).run.num_steps is None
     for step, is_finished in ((13, False), (14, True)):
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "timing_s/step": 1.0, "training/num_steps": 14.0}) + "\n")
-        assert (WatchedRun(folder).num_steps, WatchedRun(folder).is_finished) == (14, is_finished)
+        run = WatchedRun(folder).run
+        assert (run.num_steps, run.is_finished) == (14, is_finished)
 
 
 def test_a_run_that_only_validates_ends_with_its_validation(tmp_path: Path) -> None:
@@ -187,9 +188,9 @@ def test_a_run_that_only_validates_ends_with_its_validation(tmp_path: Path) -> N
     folder = tmp_path / "validated"
     folder.mkdir()
     (folder / "config.yaml").write_text(config.replace("val_only: false", "val_only: true"), encoding="utf-8")
-    assert not WatchedRun(folder).is_finished
+    assert not WatchedRun(folder).run.is_finished
     (folder / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n', encoding="utf-8")
-    assert WatchedRun(folder).is_finished
+    assert WatchedRun(folder).run.is_finished
 
 
 def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Callable[..., Outcome]) -> None:

@@ -14,8 +14,6 @@ from rolepool.metrics.run_folder import State
 from rolepool.placement.roles import OPERATIONS
 
 INTERVAL_S = 1.0
-WEIGHT_SYNC = ("take_weights_here", "export_weights", "end_of_weights")
-"""Other methods of the operation `update_weights`."""
 
 
 class LiveState:
@@ -24,8 +22,8 @@ class LiveState:
     def __init__(self, groups: Mapping[str, WorkerGroup], write: Callable[[str], None]) -> None:
         self._groups, self._write = groups, write
         # Two operations have the same method; the first one in the order of a step gives the name.
-        self._names = {operation.method: operation.name for operation in reversed(OPERATIONS.values())}
-        self._names |= dict.fromkeys(WEIGHT_SYNC, "update_weights")
+        operations = list(reversed(OPERATIONS.values()))
+        self._names = {method: one.name for one in operations for method in (one.method, *one.other_methods)}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.begin("starting")

@@ -8,7 +8,7 @@ and finding the pool of a role. `register_role` adds a role of your own (docs/ex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic_core import CoreSchema, core_schema
@@ -57,6 +57,10 @@ class MicroBatchKeys:
     by_tokens: str
 
 
+WEIGHT_SYNC = ("take_weights_here", "export_weights", "end_of_weights")
+"""Methods of the rollout and the actor that send the actor's weights, besides `take_weights`."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """A kind of work in a step (or around it), under one name in timings, spans, plots and legends."""
@@ -64,6 +68,8 @@ class Operation:
     name: str
     method: str = ""
     """The method of the role's worker class that does it; empty for work of the driver."""
+    other_methods: tuple[str, ...] = field(default=(), kw_only=True)
+    """Further methods that belong to it, also of other roles."""
     color: str = ""
     """The colour in plots; an operation without one gets the next free colour."""
     micro_batch: MicroBatchKeys | None = None
@@ -166,7 +172,7 @@ _SPECS = (
         operations=(
             Operation("gen", "generate_sequences", "#009E73", is_per_token=True),
             Operation("baseline", "generate_sequences", "#80CEB9"),
-            Operation("update_weights", "take_weights", "#8C8C8C"),
+            Operation("update_weights", "take_weights", "#8C8C8C", other_methods=WEIGHT_SYNC),
         ),
     ),
     RoleSpec(

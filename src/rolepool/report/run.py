@@ -54,6 +54,26 @@ class Run:
         return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
     @property
+    def step(self) -> int:
+        """The last step that has ended."""
+        return max((step for step, row in self.metrics.items() if f"{TIMING}step" in row), default=0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
+        if rows := list(finite_values(self.metrics, "training/num_steps").values()):
+            return int(rows[-1])
+        from_config = value_at(self.config, "trainer.total_training_steps")
+        return from_config if isinstance(from_config, int) else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has made all its steps, or its only validation."""
+        if value_at(self.config, "trainer.val_only") is True:
+            return any(f"{TIMING}testing" in row for row in self.metrics.values())
+        return self.num_steps is not None and self.step >= self.num_steps
+
+    @property
     def unit(self) -> str:
         """What a rank runs on."""
         planned = "" if self.plan is None else self.plan.device

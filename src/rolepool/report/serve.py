@@ -29,7 +29,7 @@ from rolepool.report import compare as comparison
 from rolepool.report.run import TIMING, Run, finite_values, open_run, read_row, read_run, value_at
 from rolepool.report.views import render
 
-RUN_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
+READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
@@ -58,7 +58,7 @@ def find_runs(root: Path) -> dict[str, Path]:
     run folder are not listed."""
     runs = {}
     for folder, names, files in islice(os.walk(root), MAX_FOLDERS):
-        if RUN_FILES.isdisjoint(files):
+        if READ_FILES.isdisjoint(files):
             names[:] = sorted(name for name in names if not name.startswith("."))
         else:
             names.clear()
@@ -96,23 +96,18 @@ def sample_lines(path: Path) -> Iterator[bytes]:
 def describe(name: str, folder: Path) -> dict[str, Any]:
     """What the pages show of a run. If the run folder cannot be read, that is only its name and the error."""
     try:
-        files = [file for file in os.scandir(folder) if file.name in RUN_FILES and file.is_file()]
+        files = [file for file in os.scandir(folder) if file.name in READ_FILES and file.is_file()]
         signature = tuple(sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
         run = sample_run(folder, signature)
         written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
         silent_s = max(0.0, time.time() - max(written_s))
         times_s = finite_values(run.metrics, f"{TIMING}step")
         step_s = median([*times_s.values()][-10:]) if times_s else 0.0
-        step, totals = max(times_s, default=0), finite_values(run.metrics, "training/num_steps")
-        num_steps = [value_at(run.config, "trainer.total_training_steps"), *totals.values()][-1]
-        is_finished = isinstance(num_steps, int | float) and step >= num_steps
-        if value_at(run.config, "trainer.val_only") is True:
-            is_finished = any(f"{TIMING}testing" in row for row in run.metrics.values())
-        state = state_of(folder, is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
+        state = state_of(folder, run.is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
     shown = {"name": name, "state": state, "run": run, "started_s": min(written_s), "silent_s": silent_s}
-    return {**shown, "files": signature, "step": step, "num_steps": num_steps, "step_s": step_s}
+    return {**shown, "files": signature, "step": run.step, "num_steps": run.num_steps, "step_s": step_s}
 
 
 def state_of(folder: Path, is_finished: bool, is_silent: bool) -> str:

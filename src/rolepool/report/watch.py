@@ -22,7 +22,7 @@ from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, read_run, value_at
+from rolepool.report.run import finite_values, read_run
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
@@ -43,7 +43,7 @@ def watch(folder: str | Path, *, once: bool) -> None:
         console.print(watched.frame())
         return
     with contextlib.suppress(KeyboardInterrupt), Live(watched.frame(), console=console, auto_refresh=False) as live:
-        while not watched.is_finished:
+        while not watched.run.is_finished:
             time.sleep(1.0)
             watched.update()
             live.update(watched.frame(), refresh=True)
@@ -53,59 +53,40 @@ class WatchedRun:
     """A run folder and what was read from it so far."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._run = read_run(folder, LAST_BYTES)
+        self.run = read_run(folder, LAST_BYTES)
         self._utilization: dict[str, list[str]] = {}
         self.update()
 
     def update(self) -> None:
         """Read what was added, and keep the spans of the last steps."""
-        self._run.read_new()
-        last = max((recorded.step for recorded in self._run.spans), default=0)
-        self._run.spans = [recorded for recorded in self._run.spans if recorded.step >= last - 1]
-        for sample in self._run.monitor:
+        self.run.read_new()
+        last = max((recorded.step for recorded in self.run.spans), default=0)
+        self.run.spans = [recorded for recorded in self.run.spans if recorded.step >= last - 1]
+        for sample in self.run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
-        self._run.monitor.clear()
+        self.run.monitor.clear()
         self.state: State | None = None
         with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
-            state = TypeAdapter(State).validate_json((self._run.folder / "state.json").read_bytes())
-            if time.time() - state.time_s < SILENT_S and not self.is_finished:
+            state = TypeAdapter(State).validate_json((self.run.folder / "state.json").read_bytes())
+            if time.time() - state.time_s < SILENT_S and not self.run.is_finished:
                 self.state = state
 
     def _values(self, name: str) -> list[float]:
-        return list(finite_values(self._run.metrics, name).values())
-
-    @property
-    def step(self) -> int:
-        """The last step that has ended."""
-        return max((step for step, row in self._run.metrics.items() if "timing_s/step" in row), default=0)
-
-    @property
-    def num_steps(self) -> int | None:
-        """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
-        if rows := self._values("training/num_steps"):
-            return int(rows[-1])
-        from_config = value_at(self._run.config, "trainer.total_training_steps")
-        return from_config if isinstance(from_config, int) else None
-
-    @property
-    def is_finished(self) -> bool:
-        if value_at(self._run.config, "trainer.val_only") is True:
-            return any("timing_s/testing" in row for row in self._run.metrics.values())
-        return self.num_steps is not None and self.step >= self.num_steps
+        return list(finite_values(self.run.metrics, name).values())
 
     def frame(self) -> Group:
         """What to show now."""
         last = self._values("timing_s/step")[-10:]
-        of_steps = f" of {self.num_steps}" if self.num_steps is not None else ""
-        words = [f"{self._run.name}: {self.state.what if self.state else f'step {self.step}'}{of_steps}"]
+        of_steps = f" of {self.run.num_steps}" if self.run.num_steps is not None else ""
+        words = [f"{self.run.name}: {self.state.what if self.state else f'step {self.run.step}'}{of_steps}"]
         if last:
             words.append(f"{duration(last[-1])} per step")
-        if last and self.num_steps is not None and not self.is_finished:
-            words.append(f"about {timedelta(seconds=round((self.num_steps - self.step) * fmean(last)))} left")
-        written_s = max((file.stat().st_mtime for file in self._run.folder.glob("*.jsonl")), default=time.time())
+        if last and self.run.num_steps is not None and not self.run.is_finished:
+            words.append(f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left")
+        written_s = max((file.stat().st_mtime for file in self.run.folder.glob("*.jsonl")), default=time.time())
         silent_s = time.time() - written_s
-        if self.is_finished:
+        if self.run.is_finished:
             words.append("finished")
         elif self.state is None and silent_s > max(SILENT_S, *last, 0):
             words.append(f"nothing written for {duration(silent_s)}")
@@ -130,10 +111,10 @@ class WatchedRun:
 
     def _recorded_lanes(self) -> Iterator[Text]:
         """The last step whose spans are recorded, if nothing runs, or if steps are too short to follow."""
-        if bounds := step_bounds(self._run.spans):
+        if bounds := step_bounds(self.run.spans):
             step, (start_s, end_s) = max(bounds.items())
             yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
-            for pool, bars in first_rank_lanes(self._run.spans, start_s, end_s).items():
+            for pool, bars in first_rank_lanes(self.run.spans, start_s, end_s).items():
                 yield self._title(pool, pool)
                 yield lane(bars, end_s - start_s)
 
