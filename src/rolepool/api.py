@@ -225,7 +225,9 @@ def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memor
     replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
     made = replan(loaded.config)
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
-    return _summary_of(loaded.config, made, gpu_memory_bytes, replan, on_cpus=on_cpus)
+    summary = _summary_of(loaded.config, made, gpu_memory_bytes, replan, on_cpus=on_cpus)
+    refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
+    return replace(summary, warnings=[*refused, *loaded.warnings, *summary.warnings])
 
 
 def _summary_of(

@@ -53,7 +53,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     from rolepool.api import summarise
     from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 
-    loaded = load_words(options.words)
+    loaded = load_words(options)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
     if options.live and inventory is not None:
         raise ConfigError("--live and --inventory: both give the inventory; use only one of them")
@@ -64,6 +64,7 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
     made = summarise(loaded, inventory, gpu_memory)
     print(made.to_json() if options.json else made.to_terminal())
+    print_errors(loaded.notes(), label="note: ")
     print_errors(made.warnings, label="warning: ")
     print_errors(made.problems)
     return EXIT_USER_ERROR if made.problems or (options.strict and made.memory.excess) else None
@@ -73,8 +74,13 @@ def config(parser: Parser, arguments: list[str]) -> None:
     """Print the complete config; with KEY, explain that key or group of keys."""
     options = parser.parse_intermixed_args(arguments)
     keys = [word for word in options.words if not is_input(word)]
-    loaded = load_words([word for word in options.words if is_input(word)])
-    print("\n\n".join(loaded.explain(key) for key in keys) if keys else loaded.to_yaml().rstrip())
+    loaded = load_words(options, [word for word in options.words if is_input(word)])
+    if keys:
+        print("\n\n".join(loaded.explain(key) for key in keys))
+        return
+    print(loaded.to_yaml().rstrip())
+    for setting, reason in loaded.without_effect.items():
+        print(f"# no effect: {setting} ({reason})")
 
 
 def train(parser: Parser, arguments: list[str]) -> None:

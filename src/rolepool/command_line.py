@@ -63,6 +63,8 @@ class Parser(argparse.ArgumentParser):
         if words is not None:
             metavar = words.replace(", ", "|").replace(" or ", "|")
             self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; overrides win over files")
+            self.add_argument("--config-path", metavar="FOLDER", help="folder of --config-name; default: this folder")
+            self.add_argument("--config-name", metavar="NAME", help="a YAML file to load first, such as ppo_trainer")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
@@ -76,9 +78,12 @@ def is_input(word: str) -> bool:
     return is_file or "=" in word or word in recipe_names()
 
 
-def load_words(words: Sequence[str]) -> LoadedConfig:
-    """Load the config from files, recipes and overrides."""
+def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> LoadedConfig:
+    """Load the config from files, recipes and overrides: the parsed words, or these."""
     from rolepool.config import load_config
+    from rolepool.config.hydra_files import named_file
 
+    words = options.words if words is None else words
     files = [word for word in words if "=" not in word and not word.startswith("~")]
-    return load_config(files, [word for word in words if word not in files])
+    named = named_file(options.config_path, options.config_name)
+    return load_config([*named, *files], [word for word in words if word not in files])

@@ -31,7 +31,9 @@ ADV_ESTIMATORS: dict[str, Needs] = {
 }
 POLICY_LOSSES: dict[str, Needs] = {"vanilla": ()}
 STRATEGY_NAMES: dict[str, Needs] = {"standard": (), "split": (), "custom": ()}
-ENGINE_NAMES: dict[str, Needs] = {"native": (), "vllm": ()}
+OTHER_ENGINES = ("vllm", "sglang", "trtllm", "hf")
+"""Engines that scripts of other trainers name and that rolepool cannot run yet."""
+ENGINE_NAMES: dict[str, Needs] = dict.fromkeys(("native", *OTHER_ENGINES), ())
 
 EXTENSIONS: list[str] = []
 """The extensions that this process has imported. Worker processes import the same ones."""

@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
 Owns merging, `${...}` references (with OmegaConf), what a key means, and the messages about single keys. Rules about
-combinations of keys are in `schema`.
+combinations of keys are in `schema`, and what is known about the keys of other trainers in `other_keys`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
-from operator import getitem
+from importlib.util import find_spec
+from operator import getitem, itemgetter
 from typing import Any
 
 import yaml
@@ -23,30 +25,20 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rolepool.config.fitting import fitted_defaults, num_slots
-from rolepool.config.functions import import_extensions
-from rolepool.config.recipes import file_of
-from rolepool.config.schema import Config, all_keys, all_sections, contradictions
+from rolepool.config.functions import OTHER_ENGINES, import_extensions
+from rolepool.config.hydra_files import load_file
+from rolepool.config.other_keys import SAME_VALUES, find_other, renamed
+from rolepool.config.schema import SIZE_OR_TOKENS, Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+MIN_SIMILARITY = 0.8
+"""How similar a key must be to the one that the user wrote: its last word, and its section. 1.0 is equal."""
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
-NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 16}
+NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0}
 """Keys that training does not implement yet, with the one value that works."""
-
-UNSUPPORTED = {
-    r"actor_rollout_ref\.hybrid_engine": "actor and rollout share processes if they share a pool; set placement.roles",
-    r".*micro_batch_size": "it counts over all ranks; use the key with this name and _per_gpu at its end",
-    r".*\.megatron": "only FSDP2 is supported; remove it",
-    r"(critic|reward_model|actor_rollout_ref\.ref)\.strategy": "all roles use FSDP2; remove it",
-    r".*\.ulysses_sequence_parallel_size": "sequence parallelism is not supported; remove it",
-    r"actor_rollout_ref\.rollout\.mode": "there is one rollout mode; remove it",
-    r"reward_model\.reward_manager": "rule rewards need no manager; use custom_reward_function.path",
-    r"reward_model\.(enable_resource_pool|n_gpus_per_node|nnodes)": "set placement.pools and placement.roles",
-    r"data\.(image|video)_key": "only text is supported; remove it",
-}
-"""Keys of other trainers that rolepool does not have, as patterns: why, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +49,10 @@ class LoadedConfig:
     """The values, such as `config.trainer.save_freq`."""
     set_keys: frozenset[str]
     """The keys that files or overrides set; all others have their defaults."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Why a setting (`key=value`) that was accepted changes nothing."""
+    warnings: Sequence[str] = ()
+    """A line for each accepted setting that asks for something that training does not do."""
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""
@@ -66,15 +62,25 @@ class LoadedConfig:
         """Every key with its value."""
         return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
-    def check_implemented(self) -> None:
-        """Raise ConfigError if a key has a value that training does not implement."""
+    def why_not_trained(self) -> list[str]:
+        """A line for each key that can be planned, but not trained."""
         wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
         problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
-        if self.config.actor_rollout_ref.rollout.name == "vllm":
-            engine = "actor_rollout_ref.rollout.name=vllm"
-            problems.append(f"{engine}: not implemented yet; use native, or your own module:class")
-        if problems:
-            raise ConfigError(problems)
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.engine in OTHER_ENGINES:
+            fix = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
+            problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {fix}")
+        for key in ("trainer.test_freq", "trainer.val_only"):
+            if self.value_of(key) > 0 and not self.config.data.val_files:
+                fix = f"set data.val_files, or remove {key}"
+                problems.append(f"{key}={show(self.value_of(key))}: there are no validation prompts; {fix}")
+        return [*problems, *missing_loggers(self.config)]
+
+    def notes(self) -> list[str]:
+        """A line that lists the settings that were accepted and change nothing, if there are any."""
+        keys = [setting.partition("=")[0] for setting in self.without_effect]
+        names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} others" if len(keys) > 3 else "")
+        return [f"no effect here: {names}; `rolepool config` with the same arguments says why"] if keys else []
 
     def explain(self, path: str) -> str:
         """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
@@ -101,6 +107,7 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     """
     problems: list[str] = []
     leaves: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     overrides = list(overrides)
     extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
     for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
@@ -116,11 +123,17 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
         if not extensions:
             _import_extensions(tree)
         for path, value in _flatten(tree):
-            if (problem := _problem_with(path, value)) is not None:
-                problems.append(problem)
+            if path in all_keys():
+                leaves[path] = _merged(leaves.get(path), _usual(path, value), path)
+            elif path not in all_sections() and find_other(path) is not None:
+                others[path] = value
             else:
-                leaves[path] = _merged(leaves.get(path), value, path)
-    resolved, broken = _resolve(leaves, problems)
+                problems.append(_problem_with(path, value))
+    for path in [path for path, value in leaves.items() if value == "???"]:
+        del leaves[path]
+        problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
+    resolved, broken = _resolve(leaves, others, problems)
+    without_effect, warnings = _judge(others, problems)
     config = _validate(resolved, broken, leaves, problems)
     if fitted := fitted_defaults(config, leaves):
         for path, value in fitted.items():
@@ -129,7 +142,14 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return LoadedConfig(config, frozenset(leaves))
+    return LoadedConfig(config, frozenset(leaves), without_effect | _unused(config, leaves), warnings)
+
+
+def missing_loggers(config: Config) -> list[str]:
+    """A line for each logger of the config that is a package and is not installed."""
+    packages = [name for name in config.trainer.logger if name in ("tensorboard", "wandb", "mlflow")]
+    fix = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or remove it from the list"
+    return [fix.format(name) for name in packages if find_spec(name) is None]
 
 
 def show(value: Any) -> str:
@@ -147,13 +167,25 @@ def show(value: Any) -> str:
 
 
 def unknown_key(path: str) -> str:
-    """The message for a key that does not exist, with the key that the user most likely means."""
-    keys, leaf = list(all_keys()), path.rpartition(".")[2]
-    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
-    close = [key for key in keys if key.endswith(f".{path}")]
-    for candidates, cutoff in ((keys, 0.75), (same_leaf, 0.0), (keys, 0.5)):
-        close = close or difflib.get_close_matches(path, candidates, n=1, cutoff=cutoff)
-    return f"unknown key; did you mean {close[0]}?" if close else "unknown key; `rolepool config` lists all keys"
+    """The message for a key that does not exist, with the key that the user most likely means if there is one."""
+    section, _, leaf = path.rpartition(".")
+    likely: list[tuple[float, str]] = []
+    for key in all_keys():
+        its_section, _, its_leaf = key.rpartition(".")
+        same_leaf, same_section = _similarity(leaf, its_leaf), _similarity(section, its_section)
+        if key.endswith(f".{path}"):  # only the first sections are missing
+            same_section = 1.0
+        if min(same_leaf, same_section) >= MIN_SIMILARITY:
+            likely.append((same_leaf + same_section, key))
+    if not likely:  # a name that only one key has, in the wrong section
+        likely = [(1.0, key) for key in all_keys() if key.rpartition(".")[2] == leaf]
+        likely = likely if len(likely) == 1 and "_" in leaf else []
+    found = max(likely, default=None, key=itemgetter(0))
+    return f"unknown key; did you mean {found[1]}?" if found else "unknown key; `rolepool config` lists all keys"
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 # Reading files and overrides
@@ -175,7 +207,7 @@ def _read_file(file: str) -> dict[str, Any]:
     fix = "give a YAML file, or key=value for an override; `rolepool recipes` lists the recipes"
     with explained(f"config file {show(file)}: cannot be read", fix, *UNPARSABLE):
         try:
-            content = _plain(OmegaConf.to_container(OmegaConf.load(file_of(file)), resolve=False))
+            content = _plain(load_file(file))
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -200,7 +232,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     path = path.strip()
     if path.startswith("~"):
         raise ConfigError(f"{show(text)}: keys cannot be deleted; do not set {show(path[1:])} to use its default")
-    path = path.removeprefix("+").removeprefix("+")
+    path = renamed(path.removeprefix("+").removeprefix("+"))
     if not equals or not KEY_PATTERN.fullmatch(path):
         raise ConfigError(f"{show(text)}: not an override; write key=value, such as trainer.nnodes=2")
     stripped, key = value.strip(), all_keys().get(path)
@@ -223,26 +255,27 @@ def _plain(value: Any) -> Any:
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted path. A key whose value is a mapping is one leaf."""
+    """Leaves by dotted path, under rolepool's names. A key whose value is a mapping is one leaf."""
     for name, value in tree.items():
-        path = f"{prefix}{name}"
+        path = renamed(f"{prefix}{name}")
         if isinstance(value, dict) and (path in all_sections() or (value and path not in all_keys())):
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
 
 
-def _problem_with(path: str, value: Any) -> str | None:
-    """Why this key cannot be set; None if it can."""
+def _problem_with(path: str, value: Any) -> str:
+    """Why this name cannot be set."""
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
-    if value == "???":
-        return f"{path}=???: has no value yet; set one, or remove the key to use its default"
-    if path in all_keys():
-        return None
-    reasons = [reason for pattern, reason in UNSUPPORTED.items() if re.fullmatch(rf"{pattern}(\..*)?", path)]
-    return f"{path}={show(value)}: {f'not supported: {reasons[0]}' if reasons else unknown_key(path)}"
+    return f"{path}={show(value)}: {unknown_key(path)}"
+
+
+def _usual(path: str, value: Any) -> Any:
+    """The value in rolepool's own words."""
+    words = SAME_VALUES.get(path, {})
+    return words.get(value, value) if isinstance(value, str | int | None) else value
 
 
 def _merged(old: Any, new: Any, path: str = "") -> Any:
@@ -266,21 +299,64 @@ def _defaults(paths: tuple[str, ...]) -> DictConfig:
     return tree
 
 
-def _resolve(leaves: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
-    """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved."""
+def _resolve(leaves: dict[str, Any], others: dict[str, Any], problems: list[str]) -> tuple[DictConfig, set[str]]:
+    """The defaults, replaced by the user's values; and the keys whose `${...}` cannot be resolved.
+
+    A reference may also name a key that rolepool does not have, if the user set it. Values of `others` are resolved in
+    place.
+    """
     tree, broken = copy.deepcopy(_defaults(tuple(all_keys()))), set[str]()
     for path, value in leaves.items():
         OmegaConf.update(tree, path, value, merge=False)
+    whole = copy.deepcopy(tree)
+    for path, value in others.items():
+        OmegaConf.update(whole, path, value, merge=False, force_add=True)
+    for path, value in others.items():
+        with suppress(*UNPARSABLE):
+            others[path] = _resolved(whole, path) if "${" in str(value) else value
     references = {path: value for path, value in leaves.items() if "${" in str(value)}
     for path, value in references.items():
         try:
-            resolved = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
-            if OmegaConf.is_config(resolved):
-                OmegaConf.to_container(resolved, resolve=True)
+            _resolved(tree, path)
         except UNPARSABLE as error:
-            problems.append(f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})")
-            broken.add(path)
+            try:
+                OmegaConf.update(tree, path, _resolved(whole, path), merge=False)
+            except UNPARSABLE:
+                problems.append(f"{path}={show(value)}: the reference cannot be resolved ({one_line(error)})")
+                broken.add(path)
     return tree, broken
+
+
+def _resolved(tree: DictConfig, path: str) -> Any:
+    value = OmegaConf.select(tree, path, throw_on_resolution_failure=True)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Of the keys that rolepool does not have: why each accepted one has no effect, and the warnings about them."""
+    accepted, warnings = dict[str, str](), list[str]()
+    for path, value in others.items():
+        other, setting = find_other(path), f"{path}={show(value)}"
+        assert other is not None
+        if other.works == "off" and not other.is_off(value):
+            problems.append(f"{setting}: not supported: {other.reason}")
+            continue
+        accepted[setting] = other.reason
+        if other.works == "warned" and not other.is_off(value):
+            warnings.append(f"{setting}: no effect: {other.reason}")
+    return accepted, warnings
+
+
+def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Why settings of rolepool's own keys have no effect in this config."""
+    sizes = {
+        f"{key}={show(leaves[key])}": f"{switch}=true limits micro-batches by tokens"
+        for key, switch in SIZE_OR_TOKENS.items()
+        if leaves.get(key) is not None and config.at(switch)
+    }
+    rollout = config.actor_rollout_ref.rollout
+    replaced = {f"actor_rollout_ref.rollout.name={rollout.name}": f"fallback={rollout.engine} generates"}
+    return sizes | (replaced if rollout.engine != rollout.name else {})
 
 
 def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], problems: list[str]) -> Config:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
-from rolepool.config.functions import EngineName, PolicyLossName
+from rolepool.config.functions import OTHER_ENGINES, EngineName, PolicyLossName
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -59,8 +59,8 @@ class PolicyModelConfig(Section):
     """Run Python code from the model folder. Set it only for folders that you trust."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: Count = 16
-    """Scale of LoRA adapters."""
+    lora_alpha: Annotated[int, Field(ge=0)] = 16
+    """Scale of LoRA adapters; used if lora_rank is greater than 0."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
 
@@ -128,13 +128,18 @@ class ValKwargs(Section):
     """Sampling temperature in validation; used if val_kwargs.do_sample is true."""
     top_p: Fraction = 1.0
     """Top-p in validation; used if val_kwargs.do_sample is true."""
+    top_k: CountOrMinusOne = -1
+    """Top-k in validation; used if val_kwargs.do_sample is true."""
     do_sample: bool = False
     """Sample in validation; false decodes greedily."""
 
 
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine: native, or a class of your own as module:class (docs/extending.md); vllm does not work yet."""
+    """Rollout engine: native, or a class of your own as module:class (docs/extending.md). vllm, sglang, trtllm and hf
+    can be planned, but not trained yet: set fallback."""
+    fallback: Literal["native"] | None = None
+    """The engine to use in place of vllm, sglang, trtllm or hf. null does not train with such a name."""
     n: Count = 1
     """Number of responses to each prompt. grpo and rloo compare them with each other, so they need at least 2."""
     temperature: NonNegative = 1.0
@@ -154,6 +159,10 @@ class RolloutConfig(Section):
     """Fraction of the GPU's memory (of the pool's share) for the rollout's weights and KV cache. Not used on CPU."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch of the actor's compute_log_prob on one GPU; null chooses a size that fits."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Limit micro-batches of compute_log_prob by tokens (log_prob_max_token_len_per_gpu), not by sequences."""
+    log_prob_max_token_len_per_gpu: Count = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Most tokens in one micro-batch of compute_log_prob on one GPU if log_prob_use_dynamic_bsz is true."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
     free_cache_engine: bool = True
@@ -165,6 +174,11 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = 8192
     """Most prompt tokens in one prefill micro-batch."""
     val_kwargs: ValKwargs
+
+    @property
+    def engine(self) -> str:
+        """The engine that generates: `name`, or `fallback` in place of an engine that rolepool cannot run."""
+        return self.fallback if self.fallback is not None and self.name in OTHER_ENGINES else self.name
 
 
 class ActorRolloutRefConfig(Section):
@@ -200,6 +214,8 @@ class CriticConfig(Section):
     """Limit micro-batches by tokens (ppo_max_token_len_per_gpu), not by sequences."""
     ppo_max_token_len_per_gpu: Count = 32768
     """Most tokens in one micro-batch on one GPU if use_dynamic_bsz is true."""
+    forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
+    """Most tokens in one micro-batch of compute_values on one GPU if use_dynamic_bsz is true."""
     ppo_epochs: Count = follows("actor_rollout_ref.actor.ppo_epochs")
     """Number of passes over each batch of rollouts."""
     shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
@@ -226,4 +242,6 @@ class RewardModelConfig(Section):
     max_length: Count | None = None
     """Score only the last N tokens of prompt and response; null scores all."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
-    """Limit micro-batches by tokens (critic.ppo_max_token_len_per_gpu), not by sequences."""
+    """Limit micro-batches by tokens (forward_max_token_len_per_gpu), not by sequences."""
+    forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
+    """Most tokens in one micro-batch on one GPU if use_dynamic_bsz is true."""

@@ -43,6 +43,8 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message at the start of every chat that does not begin with its own. A prompt that is a plain string
     becomes a chat. null adds no message."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the chat template of the tokenizer, for example {enable_thinking: false}."""
     train_max_samples: CountOrMinusOne = -1
     """Use only the first N training rows; -1 uses all."""
     val_max_samples: CountOrMinusOne = -1
@@ -117,9 +119,9 @@ class TrainerConfig(Section):
     """Project name for loggers."""
     experiment_name: str = "default"
     """Name of the run."""
-    logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow"]] = ("console",)
+    logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow", "file"]] = ("console",)
     """Where metrics are logged, in addition to metrics.jsonl and train.log in the run folder. console prints one short
-    line for each step, verl prints the long line of train.log, with all metrics."""
+    line for each step, verl prints the long line of train.log, with all metrics. file means metrics.jsonl."""
     save_freq: CountOrMinusOne | None = None
     """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
     test_freq: CountOrMinusOne = -1

@@ -155,10 +155,13 @@ BOUNDS |= {"maximum": "at most", "exclusiveMaximum": "less than"}
 SIZE_OR_TOKENS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor_rollout_ref.actor.use_dynamic_bsz",
     "critic.ppo_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
+    "critic.forward_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
     "reward_model.micro_batch_size_per_gpu": "reward_model.use_dynamic_bsz",
 }
-"""The size of micro-batches in sequences, and the key that limits them by tokens instead."""
+"""The size of micro-batches in sequences, and the key that limits them by tokens instead. The size then has no
+effect."""
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -183,11 +186,6 @@ def contradictions(config: Config) -> Iterator[str]:
     if (mode == "resume_path") != (path is not None):
         key = f"trainer.resume_from_path={'null' if path is None else path}"
         yield f"{key}: trainer.resume_mode={mode}; set resume_mode=resume_path and the checkpoint folder, or neither"
-    for key in ("trainer.test_freq", "trainer.val_only"):
-        value = config.at(key)
-        if value > 0 and not config.data.val_files:
-            written = f"{key}={value}".lower()
-            yield f"{written}: there are no validation prompts; set data.val_files, or remove {key}"
     yield from _about_batches(config)
     yield from _about_placement(config)
 
@@ -205,9 +203,6 @@ def _about_batches(config: Config) -> Iterator[str]:
         if keys.use_dynamic_bsz and tokens < longest:
             reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"
-    for key, switch in SIZE_OR_TOKENS.items():
-        if config.at(key) is not None and config.at(switch):
-            yield f"{key}={config.at(key)}: {switch}=true limits micro-batches by tokens; set only one of them"
 
 
 def divisor_near(number: int, at_most: int) -> int:

@@ -144,7 +144,10 @@ class PromptSet:
     def _with_text(self, row: Row) -> Row:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
         is_chat = not isinstance(row["prompt"], str)
-        return {**row, "is_chat": is_chat, "text": render_chat(self._tokenizer, **row) if is_chat else row["prompt"]}
+        if not is_chat:
+            return {**row, "is_chat": False, "text": row["prompt"]}
+        options = self._data.apply_chat_template_kwargs
+        return {**row, "is_chat": True, "text": render_chat(self._tokenizer, row["prompt"], row["origin"], options)}
 
     def _tokenize(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
@@ -155,10 +158,12 @@ class PromptSet:
             yield from encoded["input_ids"]
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]], origin: str, **_: Any) -> str:
-    """The text of a chat, up to the start of the answer, as the tokenizer's template writes it."""
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]], origin: str, options: Mapping[str, Any]
+) -> str:
+    """The text of a chat, up to the start of the answer, as the tokenizer's template writes it with these options."""
     try:
-        text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+        text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options))
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
         raise BadRow(

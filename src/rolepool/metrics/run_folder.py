@@ -6,7 +6,6 @@ as one line of text.
 """
 
 import fcntl
-import importlib.util
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rolepool.config import Config
+from rolepool.config.loading import missing_loggers
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import Recorded
@@ -195,9 +195,8 @@ class Loggers:
         self._config = config
         self._names = [name for name in config.trainer.logger if name in MAKERS]
         self._loggers: dict[str, tuple[Log, Close]] = {}
-        if missing := [name for name in self._names if importlib.util.find_spec(name) is None]:
-            what = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or remove it from the list"
-            raise ConfigError(what.format(name) for name in missing)
+        if missing := missing_loggers(config):
+            raise ConfigError(missing)
 
     def start(self, folder: Path) -> None:
         self._try(self._names, lambda name: self._loggers.update({name: MAKERS[name](self._config, folder)}))

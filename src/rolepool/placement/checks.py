@@ -90,17 +90,17 @@ def _batches(config: Config, plan: Plan) -> Iterator[str]:
     num_mini_batches = max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     reported: set[tuple[str, int]] = set()
     for role, pool in plan.roles.items():
-        section, parts = ROLE_SPECS[role].section, plan.num_parts(config, role)
-        mini_batch, micro_batch = f"{section}.ppo_mini_batch_size", f"{section}.ppo_micro_batch_size_per_gpu"
+        spec, parts = ROLE_SPECS[role], plan.num_parts(config, role)
         # The batch sizes that are offered can also be split into the same number of mini-batches.
         multiples = {"data.train_batch_size": num_mini_batches}
-        if ROLE_SPECS[role].is_trained:
+        for keys in (keys for operation, keys in spec.batched if operation.trains):
+            mini_batch = f"{spec.section}.ppo_mini_batch_size"
             multiples[mini_batch] = 1
             per_gpu, rest = divmod(config.at(mini_batch) * num_samples, parts)
-            size = config.at(micro_batch)
-            if size is not None and not rest and per_gpu % size:
+            size = None if config.at(keys.by_tokens) else config.at(keys.rows)
+            if size is not None and not rest and per_gpu > size and per_gpu % size:
                 number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
-                yield f"{micro_batch}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
+                yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
         for key, multiple in multiples.items():
             prompts = config.at(key)
             if (prompts * num_samples) % parts and (key, parts) not in reported:
@@ -131,7 +131,7 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
 def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if keys.name != "native":
+    if keys.engine != "native":
         if ":" in keys.name:
             import_object("actor_rollout_ref.rollout.name", keys.name)
         return

@@ -137,14 +137,16 @@ def _needs_no_reward_model(config: Config) -> str | None:
 _ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
+_LOG_PROB_TOKENS = (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
 _CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
+_VALUES_TOKENS = ("critic.forward_max_token_len_per_gpu", "critic.use_dynamic_bsz")
 _REF_TOKENS = (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_REF}.log_prob_use_dynamic_bsz")
-_REWARD_TOKENS = ("critic.ppo_max_token_len_per_gpu", "reward_model.use_dynamic_bsz")
+_REWARD_TOKENS = ("reward_model.forward_max_token_len_per_gpu", "reward_model.use_dynamic_bsz")
 
-_OLD_LOG_PROB_BATCH = MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_ACTOR_TOKENS)
+_OLD_LOG_PROB_BATCH = MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_LOG_PROB_TOKENS)
 _ACTOR_BATCH = MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS)
 _REF_BATCH = MicroBatchKeys(f"{_REF}.log_prob_micro_batch_size_per_gpu", *_REF_TOKENS)
-_VALUES_BATCH = MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_CRITIC_TOKENS)
+_VALUES_BATCH = MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_VALUES_TOKENS)
 _CRITIC_BATCH = MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS)
 _REWARD_BATCH = MicroBatchKeys("reward_model.micro_batch_size_per_gpu", *_REWARD_TOKENS)
 

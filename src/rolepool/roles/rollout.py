@@ -39,7 +39,7 @@ class Rollout(ModelRole):
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
         load = partial(self.load_policy, self.frozen_dtype, packed=False)
-        name = self.keys.name
+        name = self.keys.engine
         make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
         self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
 
@@ -50,7 +50,7 @@ class Rollout(ModelRole):
         sampling = Sampling(
             temperature=keys.temperature,
             top_p=keys.top_p,
-            top_k=-1 if purpose == "validate" else self.keys.top_k,
+            top_k=keys.top_k,
             do_sample=keys.do_sample and purpose != "baseline",
             max_new_tokens=self.config.data.max_response_length,
             ignore_eos=self.keys.ignore_eos,

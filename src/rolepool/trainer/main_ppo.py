@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train(arguments: list[str], program: str, split_file: str | None = None) -> None:
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="RECIPE, FILE or key=value").parse_intermixed_args(arguments)
-    loaded = load_words(options.words if split_file is None else [split_file, *options.words])
+    loaded = load_words(options, options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
         raise ConfigError(
             "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
@@ -39,7 +39,8 @@ def start(
 
     `reward` is a reward function that the config does not name. `on_step` and `on_validation` are called during it.
     """
-    loaded.check_implemented()
+    if problems := loaded.why_not_trained():
+        raise ConfigError(problems)
 
     from rolepool.config.recipes import DEMO_FOLDER, trains_demo
 
@@ -51,7 +52,8 @@ def start(
     from rolepool.trainer.callbacks import CallbackConsole
     from rolepool.trainer.start_checks import check_start
 
-    print_errors(check_start(loaded.config), label="warning: ")
+    print_errors(loaded.notes(), label="note: ")
+    print_errors([*loaded.warnings, *check_start(loaded.config)], label="warning: ")
     console = CallbackConsole(loaded.config.trainer.logger)
     console.on_step, console.on_validation = on_step, on_validation
     console.on_phase("importing torch")

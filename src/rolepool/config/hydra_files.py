@@ -1,0 +1,81 @@
+"""YAML files with a `defaults` list, as verl and its users write them for Hydra.
+
+Owns finding the listed files and merging them. Knows the forms of entries that verl's configs use: `_self_`, `name`,
+`group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rolepool.config.recipes import file_of
+from rolepool.errors import ConfigError
+
+OWN_NAMES = ("ppo_trainer", "_generated_ppo_trainer")
+"""Files of verl that contain its defaults. If they are not found, rolepool's defaults are used, which are the same."""
+
+
+def load_file(file: str) -> Any:
+    """The content of a YAML file, merged with the files of its `defaults` list. References are not resolved."""
+    path = Path(file_of(file))
+    tree = OmegaConf.load(path)
+    if not isinstance(tree, DictConfig):
+        return OmegaConf.to_container(tree, resolve=False)
+    folders = [path.parent, *_search_path(tree)]
+    composed = OmegaConf.to_container(_compose(tree, path.parent, folders), resolve=False)
+    assert isinstance(composed, dict)
+    return {name: value for name, value in composed.items() if name != "hydra"}
+
+
+def named_file(folder: str | None, name: str | None) -> list[str]:
+    """The file that the options `--config-path` and `--config-name` name, if there is one to load."""
+    if name is None:
+        return []
+    path = Path(folder or ".", name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    return [] if not path.is_file() and path.stem in OWN_NAMES else [str(path)]
+
+
+def _compose(tree: DictConfig, folder: Path, roots: list[Path]) -> DictConfig:
+    """A file's content on top of its defaults, or where `_self_` stands in their list."""
+    listed = tree.pop("defaults", [])
+    merged = OmegaConf.create()
+    for name, section in _entries(list(listed)):
+        if name == "_self_":
+            merged = OmegaConf.merge(merged, tree)
+            continue
+        candidates = [root / f"{name}.yaml" for root in [folder, *roots]]
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if path is None and name in OWN_NAMES:
+            continue
+        if path is None:
+            raise ConfigError(f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list")
+        part: Any = _compose(OmegaConf.load(path), path.parent, roots)  # type: ignore[arg-type]
+        for step in reversed(section.split(".") if section else []):
+            part = OmegaConf.create({step: part})
+        merged = OmegaConf.merge(merged, part)
+    return merged if "_self_" in listed else OmegaConf.merge(merged, tree)  # type: ignore[return-value]
+
+
+def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
+    """The file, without its ending, and the section of each entry of a `defaults` list."""
+    for entry in listed:
+        if isinstance(entry, str):
+            yield entry.removesuffix(".yaml"), ""
+            continue
+        for group, name in entry.items():
+            words = group.split()  # the words `optional` and `override` may come first
+            if name is None or "hydra" in words[-1] or "override" in words[:-1]:
+                continue
+            folder, at, section = words[-1].partition("@")
+            section = section if at else folder.replace("/", ".").strip(".")
+            yield f"{folder}/{str(name).removesuffix('.yaml')}", "" if section in ("_here_", "_global_") else section
+
+
+def _search_path(tree: DictConfig) -> list[Path]:
+    """The folders of `hydra.searchpath`."""
+    listed = OmegaConf.select(tree, "hydra.searchpath", default=[]) or []
+    return [Path(str(folder).removeprefix("file://")) for folder in listed if not str(folder).startswith("pkg://")]
