@@ -322,7 +322,8 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
         "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; remove it",
-        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet; use native, or your own module:class",
+        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet; set "
+        "actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine",
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.config import load_config
+from rolepool.config import load_config, loading
 from rolepool.errors import ConfigError
 from rolepool.metrics import run_folder
 from rolepool.metrics.run_folder import Loggers
@@ -38,7 +38,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
         raise OSError("no space left on device")
 
     monkeypatch.setitem(run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
-    monkeypatch.setattr(run_folder.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(loading, "find_spec", lambda name: object())
     made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
     made.start(tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -50,7 +50,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'rolepool\[wandb\]'"):
         Loggers(load_config([], ["trainer.logger=[console,wandb]"]).config)
 

@@ -41,9 +41,10 @@ def named_file(folder: str | None, name: str | None) -> list[str]:
 
 def _compose(tree: DictConfig, folder: Path, roots: list[Path]) -> DictConfig:
     """A file's content on top of its defaults, or where `_self_` stands in their list."""
-    listed = tree.pop("defaults", [])
+    listed: Any = OmegaConf.to_container(tree, resolve=False).pop("defaults", [])  # type: ignore[union-attr]
+    tree = OmegaConf.masked_copy(tree, [name for name in tree if name != "defaults"])
     merged = OmegaConf.create()
-    for name, section in _entries(list(listed)):
+    for name, section in _entries(listed):
         if name == "_self_":
             merged = OmegaConf.merge(merged, tree)
             continue
@@ -61,7 +62,11 @@ def _compose(tree: DictConfig, folder: Path, roots: list[Path]) -> DictConfig:
 
 
 def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
-    """The file, without its ending, and the section of each entry of a `defaults` list."""
+    """The file, without its ending, and the section of each entry of a `defaults` list.
+
+    A name may contain the choice of an earlier entry: `${model_engine}_actor` after `model_engine: dp`.
+    """
+    choices: dict[str, str] = {}
     for entry in listed:
         if isinstance(entry, str):
             yield entry.removesuffix(".yaml"), ""
@@ -72,6 +77,9 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
                 continue
             folder, at, section = words[-1].partition("@")
             section = section if at else folder.replace("/", ".").strip(".")
+            for group_before, choice in choices.items():
+                name = str(name).replace(f"${{{group_before}}}", choice)
+            choices[folder] = str(name)
             yield f"{folder}/{str(name).removesuffix('.yaml')}", "" if section in ("_here_", "_global_") else section
 
 

@@ -169,13 +169,14 @@ def show(value: Any) -> str:
 def unknown_key(path: str) -> str:
     """The message for a key that does not exist, with the key that the user most likely means if there is one."""
     section, _, leaf = path.rpartition(".")
+    without_dots = path.replace(".", "")
     likely: list[tuple[float, str]] = []
     for key in all_keys():
         its_section, _, its_leaf = key.rpartition(".")
         same_leaf, same_section = _similarity(leaf, its_leaf), _similarity(section, its_section)
         if key.endswith(f".{path}"):  # only the first sections are missing
             same_section = 1.0
-        if min(same_leaf, same_section) >= MIN_SIMILARITY:
+        if min(same_leaf, same_section) >= MIN_SIMILARITY or key.replace(".", "") == without_dots:
             likely.append((same_leaf + same_section, key))
     if not likely:  # a name that only one key has, in the wrong section
         likely = [(1.0, key) for key in all_keys() if key.rpartition(".")[2] == leaf]
@@ -258,6 +259,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """Leaves by dotted path, under rolepool's names. A key whose value is a mapping is one leaf."""
     for name, value in tree.items():
         path = renamed(f"{prefix}{name}")
+        if value is None and path != f"{prefix}{name}":
+            continue  # another name that is not used
         if isinstance(value, dict) and (path in all_sections() or (value and path not in all_keys())):
             yield from _flatten(value, f"{path}.")
         else:

@@ -25,6 +25,9 @@ RENAMED = {
 
 SAME_VALUES: dict[str, dict[Any, Any]] = {
     "actor_rollout_ref.actor.strategy": {"fsdp": "fsdp2"},
+    "actor_rollout_ref.actor.optim.min_lr_ratio": {None: 0.0},
+    "critic.optim.min_lr_ratio": {None: 0.0},
+    "actor_rollout_ref.rollout.name": {"???": "native"},
     "custom_reward_function.name": {None: "compute_score"},
     "trainer.save_freq": {0: -1},
     "trainer.test_freq": {0: -1},
@@ -48,7 +51,7 @@ class OtherKey(NamedTuple):
     def is_off(self, value: Any) -> bool:
         """Whether the value asks for nothing that rolepool does not do."""
         is_size_one = value == 1 and self.pattern.endswith("size")
-        return value in (None, False, "", "null") or value in ([], {}, *self.same) or is_size_one
+        return value in (None, False, "", "???") or value in ([], {}, *self.same) or is_size_one
 
 
 _ROLLOUT = r"actor_rollout_ref\.rollout"
@@ -63,7 +66,8 @@ _DAPO_GROUPS = "prompts are not sampled again; remove it"
 
 OTHER_KEYS = (
     OtherKey(r"(.+\.)?_target_", "any", "it names a class of verl"),
-    OtherKey(r"hydra|transfer_queue|model_engine", "any", "it is a part of verl that rolepool does not have"),
+    OtherKey(r"distillation\.enabled", "off", "distillation is not implemented; remove it"),
+    OtherKey(r"hydra|transfer_queue|model_engine|distillation|skip", "any", "it is a part of verl alone"),
     OtherKey(r"(.+\.)?(global_)?profiler", "any", _PROFILER),
     OtherKey(r"trainer\.(profile_\w+|\w+_nsight_options|npu_profile)", "any", _PROFILER),
     OtherKey(r".+\.megatron", "off", "only FSDP2 is supported; remove it"),
@@ -73,7 +77,8 @@ OTHER_KEYS = (
     OtherKey(r".+\.rollout_n", "any", "actor_rollout_ref.rollout.n holds for all roles"),
     OtherKey(r".+\.(nccl_timeout|data_loader_seed|load_weight|use_shm|use_prefix_grouper)", "any", _OWN_CHOICE),
     OtherKey(r".+\.(use_torch_compile|use_liger|use_fused_kernels|fused_kernel_options|tiled_mlp)", "any", _OWN_CHOICE),
-    OtherKey(r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing)", "any", _OWN_CHOICE),
+    OtherKey(r".+\.(entropy_from_logits_\w+|entropy_checkpointing|use_fused_loss|turbo_config)", "any", _OWN_CHOICE),
+    OtherKey(r".+\.(pad_to_length\w*|\w*prefix_tree\w*|return_last_hidden_state)", "any", _OWN_CHOICE),
     OtherKey(r".+\.external_lib", "off", "set trainer.extensions to import a module"),
     OtherKey(r".+\.enable_activation_offload", "warned", "activations stay on the GPU, which needs more memory"),
     OtherKey(r".+\.(router_replay|enable_rollout_routing_replay)\.mode", "off", "remove it", ("disabled",)),
@@ -84,7 +89,7 @@ OTHER_KEYS = (
     # Sharding
     OtherKey(r"reward_model\.model\.fsdp_config", "warned", "every GPU of its pool holds the whole reward model"),
     OtherKey(rf"{_FSDP}\.(wrap_policy|forward_prefetch|reshard_after_forward|use_orig_params)", "any", _OWN_CHOICE),
-    OtherKey(rf"{_FSDP}\.(forward_only|full_determinism|seed|grad_offload)", "any", _OWN_CHOICE),
+    OtherKey(rf"{_FSDP}\.(forward_only|full_determinism|seed|grad_offload|use_no_sync_\w+)", "any", _OWN_CHOICE),
     OtherKey(rf"{_FSDP}\.offload_policy", "off", "use param_offload and optimizer_offload"),
     OtherKey(rf"{_FSDP}\.strategy", "off", "only FSDP2 is supported", ("fsdp", "fsdp2")),
     OtherKey(r".+\.ref\.fsdp_config\.(fsdp_size|optimizer_offload|model_dtype)", "any", _OWN_CHOICE),
@@ -106,7 +111,7 @@ OTHER_KEYS = (
     OtherKey(r"data\.(custom_cls|sampler|datagen)", "any", "no class is named"),
     OtherKey(r"data\.gen_batch_size", "warned", "data.train_batch_size prompts are generated in each step"),
     OtherKey(r"data\.((image|video|audio)\w*|return_multi_modal_inputs|mm_\w+)", "any", "only texts are read"),
-    OtherKey(r"data\.(tool_config_path|mcp\w*)", "off", _ONE_TURN),
+    OtherKey(r"data\.(tool_config_path|function_tool_path|mcp\w*)", "off", _ONE_TURN),
     # Models
     OtherKey(r"actor_rollout_ref\.hybrid_engine", "off", "to separate actor and rollout set placement.roles", (True,)),
     OtherKey(r".+\.custom_chat_template", "off", "write it to the model's folder as chat_template.jinja"),
@@ -118,6 +123,9 @@ OTHER_KEYS = (
     OtherKey(r"reward_model\.model\.use_remove_padding", "any", _OWN_CHOICE),
     # Actor and reference
     OtherKey(r".+\.actor\.(freeze_vision_tower|calculate_\w+)", "any", _OWN_CHOICE),
+    OtherKey(r".+\.actor\.use_remove_padding", "any", "actor_rollout_ref.model.use_remove_padding holds"),
+    OtherKey(r".+\.actor\.(tau_pos|tau_neg|policy_loss\.dro_beta)", "any", "no loss of rolepool uses it"),
+    OtherKey(r"critic\.loss_scale_factor", "off", "the critic's loss has no such factor; remove it"),
     OtherKey(r".+\.actor\.(tis_imp_ratio_cap|behave_imp_weight_cap)", "off", _OFF_POLICY, (-1,)),
     OtherKey(r".+\.actor\.use_rollout_log_probs", "off", "the actor computes the old log-probs; remove it"),
     OtherKey(r".+\.actor\.use_gpg_loss", "off", "set actor_rollout_ref.actor.policy_loss.loss_mode=gpg"),
@@ -130,7 +138,15 @@ OTHER_KEYS = (
     OtherKey(rf"{_ROLLOUT}\.(cudagraph_capture_sizes|logprobs_mode|scheduling_policy|trace)", "any", _ENGINE),
     OtherKey(rf"{_ROLLOUT}\.(multi_stage_wake_up|prometheus|server|checkpoint_engine|skip_\w+)", "any", _ENGINE),
     OtherKey(rf"{_ROLLOUT}\.(update_weights_bucket_megabytes|limit_images|use_fire_sampling)", "any", _ENGINE),
-    OtherKey(rf"{_ROLLOUT}\.(prompt_length|response_length|max_model_len)", "any", "data.max_*_length are the limits"),
+    OtherKey(rf"{_ROLLOUT}\.(chat_scheduler|router_config_path|moe_load_\w+|full_determinism)", "any", _ENGINE),
+    OtherKey(rf"{_ROLLOUT}\.seed", "any", "trainer.seed is the seed of all samples"),
+    OtherKey(rf"{_ROLLOUT}\.disaggregation\.enabled", "off", "an engine's prefill and decoding share its GPUs"),
+    OtherKey(rf"{_ROLLOUT}\.disaggregation", "any", "it is not enabled"),
+    OtherKey(
+        rf"{_ROLLOUT}\.(prompt_length|response_length|max_model_len)",
+        "any",
+        "data.max_prompt_length and data.max_response_length hold",
+    ),
     OtherKey(rf"{_ROLLOUT}\.(data|expert|pipeline_model)_parallel_size", "off", "use tensor_model_parallel_size"),
     OtherKey(rf"{_ROLLOUT}\.(nnodes|n_gpus_per_node)", "any", "placement.roles.rollout names the rollout's pool"),
     OtherKey(rf"{_ROLLOUT}\.multi_turn\.enable", "off", _ONE_TURN),
@@ -141,8 +157,8 @@ OTHER_KEYS = (
     OtherKey(r"reward(_model)?\.(num_workers|use_reward_loop|launch_reward_fn_async)", "any", _OWN_CHOICE),
     OtherKey(r"reward(_model)?\.reward_loop\w*|reward\.reward_manager", "any", _OWN_CHOICE),
     OtherKey(r"reward_model\.(rollout|inference)", "any", "the reward model runs in its pool, without an engine"),
-    OtherKey(r"reward(_model)?\.(sandbox_fusion\.url|sandbox_fusion_url)", "off", "call it in custom_reward_function"),
-    OtherKey(r"reward(_model)?\.sandbox_fusion", "any", "there is no url"),
+    OtherKey(r"(reward(_model)?\.)?sandbox_fusion(\.|_)url", "off", "call it in custom_reward_function"),
+    OtherKey(r"(reward(_model)?\.)?sandbox_fusion", "any", "there is no url"),
     OtherKey(r"reward_model\.enable_resource_pool", "off", "set placement.roles.reward_model to a pool of its own"),
     OtherKey(r"reward_model\.(n_gpus_per_node|nnodes)", "any", "placement.roles.reward_model names its pool"),
     # Algorithm and trainer
@@ -152,6 +168,7 @@ OTHER_KEYS = (
     OtherKey(r"algorithm\.pf_ppo", "any", "samples are not weighted"),
     OtherKey(r"algorithm\.(rollout_correction\.)?(rollout_is|rollout_rs|bypass_mode)", "off", _OFF_POLICY),
     OtherKey(r"algorithm\.rollout_\w+", "any", "rollout_is is not set"),
+    OtherKey(r"trainer\.(balance_keep_minibatch|checkpoint_callback_class)", "off", "it is not implemented; remove it"),
     OtherKey(r"trainer\.(use_legacy_worker_impl|use_v1|v1|ray_wait_register_center_timeout)", "any", _OWN_CHOICE),
     OtherKey(r"trainer\.(esi_redundant_time|\w+_ckpt_\w+|default_hdfs_dir|dump_high_\w+)", "any", _OWN_CHOICE),
     OtherKey(
@@ -171,4 +188,4 @@ def renamed(path: str) -> str:
 
 def find_other(path: str) -> OtherKey | None:
     """The entry for a key that rolepool does not have. The entry for a section holds for all keys below it."""
-    return next((key for key in OTHER_KEYS if re.fullmatch(rf"{key.pattern}(\..*)?", path)), None)
+    return next((key for key in OTHER_KEYS if re.fullmatch(rf"(?:{key.pattern})(\..*)?", path)), None)
