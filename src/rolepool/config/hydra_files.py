@@ -39,14 +39,15 @@ def named_file(folder: str | None, name: str | None) -> list[str]:
     return [] if not path.is_file() and path.stem in OWN_NAMES else [str(path)]
 
 
-def _compose(tree: DictConfig, folder: Path, roots: list[Path]) -> DictConfig:
+def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
     """A file's content on top of its defaults, or where `_self_` stands in their list."""
-    listed: Any = OmegaConf.to_container(tree, resolve=False).pop("defaults", [])  # type: ignore[union-attr]
-    tree = OmegaConf.masked_copy(tree, [name for name in tree if name != "defaults"])
-    merged = OmegaConf.create()
+    own = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(own, dict)
+    listed = own.pop("defaults", [])
+    merged: Any = OmegaConf.create()
     for name, section in _entries(listed):
         if name == "_self_":
-            merged = OmegaConf.merge(merged, tree)
+            merged = OmegaConf.merge(merged, own)
             continue
         candidates = [root / f"{name}.yaml" for root in [folder, *roots]]
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -54,11 +55,11 @@ def _compose(tree: DictConfig, folder: Path, roots: list[Path]) -> DictConfig:
             continue
         if path is None:
             raise ConfigError(f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list")
-        part: Any = _compose(OmegaConf.load(path), path.parent, roots)  # type: ignore[arg-type]
+        part = _compose(OmegaConf.load(path), path.parent, roots)
         for step in reversed(section.split(".") if section else []):
             part = OmegaConf.create({step: part})
         merged = OmegaConf.merge(merged, part)
-    return merged if "_self_" in listed else OmegaConf.merge(merged, tree)  # type: ignore[return-value]
+    return merged if "_self_" in listed else OmegaConf.merge(merged, own)
 
 
 def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
