@@ -4,8 +4,8 @@ Each function here gets the tokens of a micro-batch, and returns the loss of eve
 `_policy_loss` makes a policy loss from it (docs/extending.md) that aggregates them in the same way as
 `compute_policy_loss_vanilla`: to shares that add up over micro-batches and ranks.
 
-In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), and p = exp(log_prob).
-sg(x) is x without gradient. low and high are the keys clip_ratio_low and clip_ratio_high of the actor.
+In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p = exp(log_prob),
+and sg(x) is x without gradient. low and high are the keys clip_ratio_low and clip_ratio_high of the actor.
 
 clip_cov and kl_cov choose tokens by comparing them with the other tokens of their micro-batch. Therefore these two, and
 no other losses, depend on how a mini-batch is split into micro-batches.
@@ -78,7 +78,8 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
     s_it = sg(s_i) p_it / sg(p_it)               the value of s_i, and the gradient of log p_it
     L    = max(-A s_it, -A clip(s_it, 1 - low, 1 + high))
 
-    Aggregated as seq-mean-token-mean; loss_agg_mode is not used. pg_clipfrac is the fraction of tokens with the clipped term.
+    Aggregated as seq-mean-token-mean; loss_agg_mode is not used. pg_clipfrac is the fraction of tokens with the clipped
+    term.
     """
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
     log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
@@ -140,8 +141,8 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig) -> PolicyL
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
     L_i  = -(mean_t A_it) exp(mean_t k_it)       the same for all tokens of the sequence
 
-    The loss is the mean over sequences; loss_agg_mode is not used. pg_clipfrac and pg_clipfrac_lower are the fractions of
-    tokens that are outside of the clip range and have a positive, or a negative, advantage.
+    The loss is the mean over sequences; loss_agg_mode is not used. pg_clipfrac is the fraction of tokens outside of the
+    clip range with a positive advantage, pg_clipfrac_lower of those with a negative one.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     clipped, sign = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high), advantages.sign()
