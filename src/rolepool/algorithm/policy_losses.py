@@ -37,13 +37,14 @@ class Tokens(NamedTuple):
     mask: Tensor
 
 
-def _policy_loss(
-    name: str, always: str | None = None
-) -> Callable[[Callable[[Tokens, ActorConfig], PolicyLoss]], Callable[..., PolicyLoss]]:
+TokenLosses = Callable[[Tokens, ActorConfig], PolicyLoss]
+
+
+def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., PolicyLoss]]:
     """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation of a loss that does
     not use the key loss_agg_mode."""
 
-    def registered(losses_of: Callable[[Tokens, ActorConfig], PolicyLoss]) -> Callable[..., PolicyLoss]:
+    def registered(losses_of: TokenLosses) -> Callable[..., PolicyLoss]:
         def compute(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -55,9 +56,9 @@ def _policy_loss(
             counts: LossCounts | None = None,
             **_: Any,
         ) -> PolicyLoss:
-            kept = [keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages)]
-            log_ratio = (kept[0] - kept[1]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            losses, metrics = losses_of(Tokens(kept[0], log_ratio, kept[2], response_mask.bool()), config)
+            new, old, advantages = (keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages))
+            log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), config)
             return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), {
                 key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()
             }
@@ -84,7 +85,7 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
     log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
     losses, is_clipped = _clipped(tokens, log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp(), config)
-    return losses, _metrics(tokens, is_clipped)
+    return losses, _clip_metrics(tokens, is_clipped)
 
 
 @_policy_loss("gpg")
@@ -112,7 +113,7 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig) -> PolicyL
     positions = (tokens.mask & in_band & ~is_clipped).flatten().nonzero().squeeze(-1)
     generator = torch.Generator().manual_seed(derive_seed("clip_cov", len(positions)))
     order = torch.randperm(len(positions), generator=generator).to(positions.device)
-    is_chosen = _with_ones(tokens.mask, positions[order[: _quota(tokens, keys.clip_cov_ratio)]])
+    is_chosen = _mask_at(tokens.mask, positions[order[: _quota(tokens, keys.clip_cov_ratio)]])
     return torch.where(is_chosen, 0.0, losses), {"pg_clipfrac": is_chosen, "ppo_kl": -tokens.log_ratio}
 
 
@@ -130,7 +131,7 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig) -> PolicyLos
     distances, losses = tokens.log_ratio.abs(), -tokens.advantages * tokens.log_ratio.exp()
     covariances = _covariances(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
     largest = covariances.sort(descending=True, stable=True).indices[: _quota(tokens, keys.kl_cov_ratio)]
-    is_chosen = _with_ones(tokens.mask, largest)
+    is_chosen = _mask_at(tokens.mask, largest)
     return torch.where(is_chosen, losses + keys.ppo_kl_coef * distances, losses), {"ppo_kl": distances}
 
 
@@ -147,10 +148,10 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig) -> PolicyL
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     clipped, sign = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high), advantages.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    ratio, advantage = (masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages))
+    mean_held, mean_advantage = (masked_mean(one, tokens.mask, axis=-1).unsqueeze(-1) for one in (held, advantages))
     is_outside = log_ratio != clipped
-    metrics = _metrics(tokens, is_outside & (advantages > 0), is_outside & (advantages < 0))
-    return (-advantage * ratio.exp()).expand(advantages.shape), metrics
+    metrics = _clip_metrics(tokens, is_outside & (advantages > 0), is_outside & (advantages < 0))
+    return (-mean_advantage * mean_held.exp()).expand(advantages.shape), metrics
 
 
 @_policy_loss("cispo")
@@ -161,26 +162,26 @@ def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig) -> PolicyLoss
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    return -tokens.advantages * weight * tokens.log_prob, _metrics(tokens, weight != ratio)
+    return -tokens.advantages * weight * tokens.log_prob, _clip_metrics(tokens, weight != ratio)
 
 
-def _clipped(tokens: Tokens, ratio: Tensor, config: ActorConfig) -> PolicyLoss:
+def _clipped(tokens: Tokens, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and whether the second term is larger."""
     unclipped = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _metrics(tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None) -> dict[str, Tensor]:
+def _clip_metrics(tokens: Tokens, is_clipped: Tensor, is_clipped_below: Tensor | None = None) -> dict[str, Tensor]:
     below = torch.zeros_like(is_clipped) if is_clipped_below is None else is_clipped_below
     return {"pg_clipfrac": is_clipped, "ppo_kl": -tokens.log_ratio, "pg_clipfrac_lower": below}
 
 
 def _covariances(tokens: Tokens) -> Tensor:
     """(A - mean A) (log_prob - mean log_prob), without gradient. Means are over the tokens of the micro-batch."""
-    columns = (tokens.advantages, tokens.log_prob.detach())
-    from_mean, of_log_probs = (column - masked_mean(column, tokens.mask) for column in columns)
-    return from_mean * of_log_probs
+    advantages, log_prob = tokens.advantages, tokens.log_prob.detach()
+    from_mean_log_prob = log_prob - masked_mean(log_prob, tokens.mask)
+    return (advantages - masked_mean(advantages, tokens.mask)) * from_mean_log_prob
 
 
 def _quota(tokens: Tokens, fraction: float) -> int:
@@ -188,7 +189,7 @@ def _quota(tokens: Tokens, fraction: float) -> int:
     return max(1, int(fraction * int(tokens.mask.sum())))
 
 
-def _with_ones(mask: Tensor, positions: Tensor) -> Tensor:
+def _mask_at(mask: Tensor, positions: Tensor) -> Tensor:
     """A mask of the same shape that is True at these positions of the flat mask, if the mask is, too."""
     chosen = torch.zeros_like(mask).flatten()
     chosen[positions] = True
