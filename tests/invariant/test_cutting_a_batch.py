@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rolepool.algorithm.registry import policy_losses
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, ragged, unpad
@@ -88,7 +89,8 @@ def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str
         ],
     ).config
     torch.manual_seed(1)
-    actor = Actor(config, Setup(10, torch.float64))
+    loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    actor = Actor(config, Setup(10, torch.float64, policy_loss=loss))
     torch.manual_seed(2)
     critic = Critic(config, Setup(10, torch.float64))
     rows, batch = [], ragged_batch()
@@ -110,10 +112,38 @@ def updated(model: Path, overrides: list[str], mode: str) -> tuple[list[dict[str
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_losses_gradient_norms_and_weights_do_not_depend_on_how_passes_are_cut(model: Path, mode: str) -> None:
-    first_rows, first_weights = updated(model, CUTS["one pass"], mode)
+    assert_same_in_all(model, list(CUTS), mode)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gpg", "geo_mean", "cispo"])
+def test_other_policy_losses_do_not_depend_on_how_passes_are_cut(model: Path, loss: str) -> None:
+    cuts = ["one pass", "padded, passes of two rows"]
+    assert_same_in_all(model, cuts, "token-sum", [f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"])
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_losses_that_compare_the_tokens_of_a_micro_batch_make_the_same_choice_again(model: Path, loss: str) -> None:
+    keys = [f"actor_rollout_ref.actor.policy_loss.{key}" for key in (f"loss_mode={loss}", "clip_cov_lb=0.01")]
+    packed, padded = (updated(model, [*keys, *CUTS[cut]], "token-mean")[0] for cut in ("one pass", "padded"))
+    for row, other in zip(packed, padded, strict=True):
+        assert row == pytest.approx(other, rel=1e-9, abs=1e-9)
+    if loss == "clip_cov":
+        assert packed[0]["actor/pg_clipfrac"] > 0
+
+
+def test_the_loss_scale_factor_divides_the_loss(model: Path) -> None:
+    keys = [f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}", "actor_rollout_ref.actor.loss_scale_factor=3"]
+    default, third = (updated(model, keys[:count], "seq-mean-token-sum-norm")[0][0] for count in (1, 2))
+    for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy"):
+        assert third[key] == pytest.approx(default[key] * RESPONSE / 3, rel=1e-12)
+    assert third["critic/vf_loss"] == default["critic/vf_loss"]
+
+
+def assert_same_in_all(model: Path, cuts: list[str], mode: str, keys: list[str] | None = None) -> None:
+    first_rows, first_weights = updated(model, [*(keys or []), *CUTS[cuts[0]]], mode)
     assert first_rows[0]["actor/grad_norm"] > 0 and first_rows[0] != first_rows[1]
-    for name, overrides in CUTS.items():
-        rows, weights = updated(model, overrides, mode)
+    for name in cuts[1:]:
+        rows, weights = updated(model, [*(keys or []), *CUTS[name]], mode)
         for row, first in zip(rows, first_rows, strict=True):
             assert row.keys() == first.keys()
             for key in first:

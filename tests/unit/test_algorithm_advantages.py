@@ -14,16 +14,21 @@ from rolepool.algorithm.advantages import (
     GroupIndex,
     compute_advantage,
     compute_gae_advantage_return,
+    compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
+from rolepool.config.functions import ADV_ESTIMATORS
 from rolepool.errors import DataError
 
 GAMMA, LAM = 0.9, 0.8
-ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = (*ADV_ESTIMATORS, "dr_grpo", "dr_grpo_passk")
+"""All in the config, and two without the division by the standard deviation."""
 Grid = list[list[float]]
 
 
@@ -50,12 +55,12 @@ def random_rollouts(seed: int) -> Rollouts:
 
 def estimate(name: str, rollouts: Rollouts, gamma: float = GAMMA, lam: float = LAM) -> tuple[Tensor, Tensor]:
     return compute_advantage(
-        "grpo" if name == "dr_grpo" else name,
+        name.removeprefix("dr_"),
         rollouts.rewards,
         rollouts.mask,
         gamma=gamma,
         lam=lam,
-        norm_adv_by_std_in_grpo=name != "dr_grpo",
+        norm_adv_by_std_in_grpo=not name.startswith("dr_"),
         values=rollouts.values,
         index=rollouts.index,
         reward_baselines=rollouts.baselines,
@@ -116,6 +121,43 @@ def test_rloo_of_three_responses_and_a_lone_one() -> None:
     assert torch.equal(returns, advantages)
 
 
+def test_grpo_passk_gives_only_the_best_response_an_advantage_over_the_second_best() -> None:
+    # Scores 1, 4, 2 of one prompt: 4 - 2. Their mean is 7/3, the variance (16/9 + 25/9 + 1/9) / 2 = 7/3. A tie gives 0.
+    rewards, mask = (
+        tensor([[0, 1], [4, 9], [0, 2], [5, 0], [5, 0]]),
+        torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1]]),
+    )
+    index = np.array(["x", "x", "x", "tie", "tie"], dtype=object)
+    advantages, returns = compute_grpo_passk_outcome_advantage(rewards, mask, index)
+    assert_close(advantages, tensor([[0, 0], [2 / (math.sqrt(7 / 3) + 1e-6), 0], [0, 0], [0, 0], [0, 0]]))
+    assert torch.equal(returns, advantages)
+    plain, _ = compute_grpo_passk_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
+    assert_close(plain, tensor([[0, 0], [2, 0], [0, 0], [0, 0], [0, 0]]))
+
+
+def test_opo_weights_the_baseline_by_length() -> None:
+    # Scores 1 on three tokens and 5 on one: the baseline is (3 * 1 + 1 * 5) / 4 = 2. The lone 7 has none.
+    rewards, mask = tensor([[0, 0, 1], [5, 9, 9], [0, 7, 9]]), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    advantages, returns = compute_opo_outcome_advantage(rewards, mask, np.array(["x", "x", "y"], dtype=object))
+    assert_close(advantages, tensor([[-1, -1, -1], [3, 0, 0], [7, 7, 0]]))
+    assert torch.equal(returns, advantages)
+
+
+def test_gpg_grows_with_the_share_of_scores_that_are_zero() -> None:
+    # Scores 4 and 0, mean 2: one of two is not 0, so differences count twice. f_norm divides.
+    rewards, mask, index = tensor([[4], [0]]), torch.ones(2, 1), np.array(["x", "x"], dtype=object)
+    assert_close(compute_gpg_outcome_advantage(rewards, mask, index)[0], tensor([[4], [-4]]))
+    assert_close(compute_gpg_outcome_advantage(rewards, mask, index, f_norm=0.5)[0], tensor([[8], [-8]]))
+    alone = compute_gpg_outcome_advantage(tensor([[0, 3, 0]]), torch.ones(1, 3), np.array(["x"], dtype=object))[0]
+    assert_close(alone, tensor([[3, 3, 3]]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_the_vectorized_name_means_the_same(name: str) -> None:
+    rollouts = random_rollouts(5)
+    assert torch.equal(estimate(name, rollouts)[0], estimate(f"{name}_vectorized", rollouts)[0])
+
+
 def test_remax_takes_the_greedy_score_off_what_is_still_to_come() -> None:
     rewards, mask = tensor([[0, -0.1, 1, 9]]), torch.tensor([[1, 1, 1, 0]])
     advantages, returns = compute_remax_outcome_advantage(rewards, tensor([0.5]), mask)
@@ -172,6 +214,15 @@ def whiten_all(rows: Grid) -> Grid:
     return [[next(numbers) for _ in row] for row in rows]
 
 
+def slow_lead(response: Response, group: list[float], *, divided: bool) -> float:
+    """Pass@k: how far the best response of a group is ahead of the second best."""
+    first, second = sorted(group, reverse=True)[:2] if group[1:] else (group[0], 0.0)
+    if response.score != first or first == second:
+        return 0.0
+    deviation = statistics.stdev(group) if group[1:] else 1.0
+    return (first - second) / (deviation + 1e-6 if divided else 1)
+
+
 def slow_estimate(name: str, responses: list[Response]) -> tuple[Grid, Grid]:
     groups = [[other.score for other in responses if other.uid == response.uid] for response in responses]
     pairs = list(zip(responses, groups, strict=True))
@@ -192,7 +243,7 @@ def slow_estimate(name: str, responses: list[Response]) -> tuple[Grid, Grid]:
     if name == "reinforce_plus_plus":
         returns = [slow_returns(response, GAMMA) for response in responses]
         return whiten_all(returns), returns
-    if name == "rloo":
+    if name in ("rloo", "rloo_vectorized"):
 
         def leave_one_out(response: Response, group: list[float]) -> float:
             others = list(group)
@@ -200,7 +251,21 @@ def slow_estimate(name: str, responses: list[Response]) -> tuple[Grid, Grid]:
             return response.score - (statistics.fmean(others) if others else 0)
 
         result = spread(leave_one_out)
-    elif name == "grpo":
+    elif name == "opo":
+
+        def below_weighted_mean(response: Response, group: list[float]) -> float:
+            members = [other for other in responses if other.uid == response.uid]
+            total = sum(len(other.rewards) * other.score for other in members)
+            baseline = total / sum(len(other.rewards) for other in members)
+            return response.score - (baseline if group[1:] else 0)
+
+        result = spread(below_weighted_mean)
+    elif name == "gpg":
+        growth = len(responses) / sum(response.score != 0 for response in responses)
+        result = spread(lambda r, group: growth * centre(r, group))
+    elif name.endswith("passk"):
+        result = spread(lambda r, group: slow_lead(r, group, divided=name == "grpo_passk"))
+    elif name in ("grpo", "grpo_vectorized"):
         result = spread(lambda r, group: centre(r, group) / ((statistics.stdev(group) if group[1:] else 1) + 1e-6))
     elif name == "dr_grpo":
         result = spread(centre)

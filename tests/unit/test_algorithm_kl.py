@@ -11,6 +11,7 @@ from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError
 
 NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+WITH_PLUS = tuple(f"{name}+" for name in NAMES)
 
 
 def k3(difference: float) -> float:
@@ -63,9 +64,21 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, name), logprob.requires_grad_())
 
 
+@pytest.mark.parametrize("name", WITH_PLUS)
+def test_with_a_plus_the_value_stays_and_the_gradient_is_the_difference(name: str) -> None:
+    logprob = torch.tensor([-3.0, -1.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.0, -1.5, -1.5, 0.0], dtype=torch.float64)  # log p - log q = -3, 0.5, 2, 0; k3 is at its cap
+    estimate = kl_penalty(logprob, ref, name)
+    assert torch.equal(estimate, kl_penalty(logprob, ref, name[:-1]))
+    (gradient,) = torch.autograd.grad(estimate.sum(), logprob)
+    assert gradient.tolist() == pytest.approx([-3.0, 0.5, 2.0, 0.0], rel=1e-14)
+
+
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ValueError, match="unknown KL estimator"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k3++")
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf, 1e300])
@@ -83,14 +96,15 @@ def test_rewards_and_current_kl_by_hand(garbage: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + WITH_PLUS)
 def test_apply_kl_penalty_agrees_with_a_loop(name: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores, old, ref = torch.randn(3, 5, 6, generator=generator, dtype=torch.float64)
     mask = torch.rand(5, 6, generator=generator) < 0.5
     mask[-1] = False
     estimators = {"kl": lambda d: d, "abs": abs, "mse": lambda d: d * d / 2, "low_var_kl": lambda d: min(k3(d), 10.0)}
-    estimator = estimators[{"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(name, name)]
+    base = name.removesuffix("+")
+    estimator = estimators[{"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(base, base)]
     expected, means = torch.zeros_like(scores), []
     for i in range(5):
         kls = {t: estimator((old[i, t] - ref[i, t]).item()) for t in range(6) if mask[i, t]}

@@ -1,11 +1,23 @@
 """Losses: by hand, against slow loops, by finite differences, and the same however a mini-batch is cut up."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
 import torch
+from mini_batches import (
+    HIGH,
+    LOW,
+    MODES,
+    Loss,
+    MiniBatch,
+    cut_up,
+    gradient_of,
+    kept_tokens,
+    loss_named,
+    random_mini_batch,
+    slow_aggregate,
+)
 from torch import Tensor
 
 from rolepool.algorithm.losses import (
@@ -15,24 +27,9 @@ from rolepool.algorithm.losses import (
     compute_value_loss,
     masked_kl_penalty,
 )
+from rolepool.config.functions import POLICY_LOSSES
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOW, HIGH, C, VALUE_CLIP = 0.2, 0.28, 3.0, 0.5
-
-
-class MiniBatch(NamedTuple):
-    """Columns of [rows, tokens]; `old`, `advantages` and `returns` are data, `new` is what has a gradient."""
-
-    old: Tensor
-    new: Tensor
-    advantages: Tensor
-    mask: Tensor
-
-    def take(self, rows: Tensor) -> "MiniBatch":
-        return MiniBatch(*(column[rows] for column in self))
-
-
-Loss = Callable[[MiniBatch, str, LossCounts | None], tuple[Tensor, dict[str, Tensor]]]
+C, VALUE_CLIP = 3.0, 0.5
 
 
 def policy(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,27 +65,21 @@ def mse_kl(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tup
     return kl_loss(batch, mode, counts, "mse")
 
 
-LOSSES: tuple[Loss, ...] = (policy, value, kl, mse_kl)
-every_loss = pytest.mark.parametrize("loss_of", LOSSES, ids=lambda loss: loss.__name__)
+def k3_plus(batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    return kl_loss(batch, mode, counts, "k3+")
+
+
+PLAIN: tuple[Loss, ...] = (policy, value, kl, mse_kl, loss_named("gpg"), loss_named("geo_mean"))
+WITH_STOPPED_GRADIENT: tuple[Loss, ...] = (k3_plus, loss_named("gspo"), loss_named("cispo"))
+PER_MICRO_BATCH: tuple[Loss, ...] = (loss_named("clip_cov"), loss_named("kl_cov"))
+
+
+def name_of(loss: Loss) -> str:
+    return loss.__name__
+
+
+every_loss = pytest.mark.parametrize("loss_of", PLAIN + WITH_STOPPED_GRADIENT + PER_MICRO_BATCH, ids=name_of)
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-def random_mini_batch(seed: int, rows: int = 10, width: int = 7) -> MiniBatch:
-    """Ragged rows with holes, ratios on all sides of every clip; the third row and the last are padding."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-    mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
-    mask[:, 0] = True
-    mask[2] = mask[-1] = False
-    old, new, advantages = torch.randn(3, rows, width, generator=generator, dtype=torch.float64)
-    return MiniBatch(old, new, advantages, mask.long())
-
-
-def gradient_of(loss_of: Loss, batch: MiniBatch, mode: str, counts: LossCounts | None = None) -> Tensor:
-    new = batch.new.clone().requires_grad_()
-    loss, metrics = loss_of(batch._replace(new=new), mode, counts)
-    assert not any(metric.requires_grad for metric in metrics.values())
-    return torch.autograd.grad(loss, new)[0]
 
 
 # By hand
@@ -99,6 +90,7 @@ def gradient_of(loss_of: Loss, batch: MiniBatch, mode: str, counts: LossCounts |
     # The rows keep (1, 2, 3) and (4); the third is padding.
     [
         ("token-mean", 10 / 4),
+        ("token-sum", 10),
         ("seq-mean-token-sum", (6 + 4) / 2),
         ("seq-mean-token-mean", (2 + 4) / 2),
         ("seq-mean-token-sum-norm", (6 + 4) / 2 / 3),
@@ -109,8 +101,19 @@ def test_aggregation(mode: str, expected: float) -> None:
     mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 0]])
     assert agg_loss(losses, mask, mode).item() == pytest.approx(expected, rel=1e-15)
     counts = LossCounts(num_tokens=8, num_sequences=4, loss_scale_factor=6.0)
-    shrink = 2 * 2 if mode == "seq-mean-token-sum-norm" else 2  # twice the tokens, the sequences and the width
+    shrink = {"seq-mean-token-sum-norm": 2 * 2, "token-sum": 1}.get(mode, 2)  # twice the tokens, sequences and width
     assert agg_loss(losses, mask, mode, counts=counts).item() == pytest.approx(expected / shrink, rel=1e-15)
+
+
+def test_the_width_of_a_mask_or_a_constant_divides_the_sums_of_sequences() -> None:
+    # Rows keep 1 + 2, 5 + 6 + 7 and 9: a sum of 30 over 3 sequences.
+    losses = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+    assert agg_loss(losses, mask, "seq-mean-token-sum-norm").item() == 30 / 3 / 4
+    loss = agg_loss(losses, mask, "seq-mean-token-sum-norm", counts=LossCounts.of(mask, 10.0))
+    assert loss.item() == 30 / 3 / 10
+    (gradient,) = torch.autograd.grad(loss, losses)
+    torch.testing.assert_close(gradient, mask.double() / (3 * 10), rtol=1e-14, atol=0)
 
 
 def test_counts_of_a_mask() -> None:
@@ -152,22 +155,6 @@ def test_value_loss_by_hand() -> None:
 
 
 # Against slow loops
-
-
-def slow_aggregate(rows: list[list[float]], mode: str, width: int) -> float:
-    """`rows` holds the losses of the kept tokens of every row that is not padding."""
-    if mode == "token-mean":
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    if mode == "seq-mean-token-mean":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(map(sum, rows)) / len(rows) / (width if mode == "seq-mean-token-sum-norm" else 1)
-
-
-def kept_tokens(batch: MiniBatch) -> Iterator[list[tuple[float, float, float]]]:
-    for old, new, advantages, mask in zip(*(column.tolist() for column in batch), strict=True):
-        row = [token[:3] for token in zip(old, new, advantages, mask, strict=True) if token[3]]
-        if row:
-            yield row
 
 
 def slow_policy_token(old: float, new: float, advantage: float) -> tuple[float, dict[str, float]]:
@@ -214,7 +201,7 @@ def test_the_random_rows_meet_every_clip() -> None:
 # Gradients
 
 
-@every_loss
+@pytest.mark.parametrize("loss_of", PLAIN + PER_MICRO_BATCH, ids=name_of)
 @every_mode
 def test_gradients_agree_with_finite_differences(loss_of: Loss, mode: str) -> None:
     batch = random_mini_batch(0, rows=4, width=4)
@@ -226,25 +213,7 @@ def test_gradients_agree_with_finite_differences(loss_of: Loss, mode: str) -> No
 # A mini-batch cut up
 
 
-def cut_up(batch: MiniBatch, seed: int) -> Iterator[tuple[Tensor, MiniBatch]]:
-    """Micro-batches of random rows and sizes, each as narrow as its rows allow, some with more padding rows."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(batch.mask), generator=generator)
-    while len(order):
-        size = int(torch.randint(1, 5, (), generator=generator))
-        rows, order = order[:size], order[size:]
-        part = batch.take(rows)
-        width = max(int(part.mask.any(dim=0).nonzero().max()) + 1, 1) if part.mask.any() else 1
-        part = MiniBatch(*(column[:, :width] for column in part))
-        if torch.rand((), generator=generator) < 0.5:
-            padding = MiniBatch(
-                *(torch.full_like(column[:1], 77) for column in part[:3]), torch.zeros_like(part.mask[:1])
-            )
-            part = MiniBatch(*(torch.cat(columns) for columns in zip(part, padding, strict=True)))
-        yield rows, part
-
-
-@every_loss
+@pytest.mark.parametrize("loss_of", PLAIN + WITH_STOPPED_GRADIENT, ids=name_of)
 @every_mode
 @pytest.mark.parametrize("seed", range(5))
 def test_shares_of_any_partition_add_up_to_the_whole(loss_of: Loss, mode: str, seed: int) -> None:
@@ -295,12 +264,14 @@ def test_a_micro_batch_of_padding_still_has_a_backward_pass_of_zeros(loss_of: Lo
     assert (gradient_of(loss_of, batch, mode) == 0).all()
 
 
-def test_a_policy_that_ran_away_gives_finite_losses_and_gradients() -> None:
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_that_ran_away_gives_finite_losses_and_gradients(name: str) -> None:
+    loss_of = loss_named(name)
     far = torch.tensor([[1e4, -1e4, 1e4, -1e4]])
     batch = MiniBatch(torch.zeros(1, 4), far, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4))
-    loss, metrics = policy(batch, "token-mean")
+    loss, metrics = loss_of(batch, "token-mean", None)
     assert loss.isfinite() and all(metric.isfinite() for metric in metrics.values())
-    assert gradient_of(policy, batch, "token-mean").isfinite().all()
+    assert gradient_of(loss_of, batch, "token-mean").isfinite().all()
     assert loss.dtype == torch.float32
 
 

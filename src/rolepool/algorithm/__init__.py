@@ -16,5 +16,11 @@ from rolepool.algorithm.losses import kl_penalty as kl_penalty
 from rolepool.algorithm.losses import masked_mean as masked_mean
 from rolepool.algorithm.losses import masked_sum as masked_sum
 from rolepool.algorithm.losses import masked_whiten as masked_whiten
+from rolepool.algorithm.policy_losses import compute_policy_loss_cispo as compute_policy_loss_cispo
+from rolepool.algorithm.policy_losses import compute_policy_loss_clip_cov as compute_policy_loss_clip_cov
+from rolepool.algorithm.policy_losses import compute_policy_loss_geo_mean as compute_policy_loss_geo_mean
+from rolepool.algorithm.policy_losses import compute_policy_loss_gpg as compute_policy_loss_gpg
+from rolepool.algorithm.policy_losses import compute_policy_loss_gspo as compute_policy_loss_gspo
+from rolepool.algorithm.policy_losses import compute_policy_loss_kl_cov as compute_policy_loss_kl_cov
 from rolepool.algorithm.registry import register_adv_est as register_adv_est
 from rolepool.algorithm.registry import register_policy_loss as register_policy_loss

@@ -40,6 +40,7 @@ def compute_gae_advantage_return(
     return masked_whiten(advantages, response_mask), returns
 
 
+@register_adv_est("grpo_vectorized")
 @register_adv_est("grpo")
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -55,15 +56,74 @@ def compute_grpo_outcome_advantage(
     A_it = (s_i - mean_group(s)) / (std_group(s) + epsilon)      std over n - 1
     A_it =  s_i - mean_group(s)                                  if not norm_adv_by_std_in_grpo (Dr. GRPO)
 
-    A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon).
+    A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon). `grpo_vectorized` is
+    another name for the same estimator.
     """
     centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     if norm_adv_by_std_in_grpo:
-        variance = _group_sums(centred.square(), group_of_row) / (size_of_row - 1).clamp(min=1)
-        centred = centred / (torch.where(size_of_row == 1, 1.0, variance.sqrt()) + epsilon)
+        centred = centred / (_group_deviations(centred, group_of_row, size_of_row) + epsilon)
     return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
 
 
+@register_adv_est("grpo_passk")
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has an advantage.
+
+    A_it = (s_i - second_group(s)) / (std_group(s) + epsilon)    for the best response; std over n - 1
+    A_it =  s_i - second_group(s)                                if not norm_adv_by_std_in_grpo
+    A_it =  0                                                    for all others, and if two responses are the best
+
+    second_group(s) is the score of the second best response. A group of one uses 0 for it, and std 1.
+    """
+    centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
+    is_best = centred == _over_groups(centred, group_of_row, "amax")
+    others = torch.where(is_best, -torch.inf, centred)
+    second = torch.where(size_of_row == 1, 0.0, _over_groups(others, group_of_row, "amax"))
+    is_alone = is_best & (_over_groups(is_best.double(), group_of_row, "sum") == 1)
+    lead = torch.where(is_alone, centred - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (_group_deviations(centred, group_of_row, size_of_row) + epsilon)
+    return _same_for_all_tokens(lead.to(token_level_rewards.dtype), response_mask)
+
+
+@register_adv_est("opo")
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by length.
+
+    A_it = s_i - sum_j n_j s_j / sum_j n_j       over the group; n_j is the number of tokens of response j
+
+    The advantage of a group of one is its score.
+    """
+    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index, weight_by_length=True)
+    return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
+
+
+@register_adv_est("gpg")
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, f_norm: float = 1.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the batch are 0.
+
+    A_it = N / M (s_i - mean_group(s)) / f_norm      N responses in the batch, M of them with a score that is not 0
+
+    A group of one has no baseline.
+    """
+    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
+    num_scored = masked_sum(token_level_rewards.double(), response_mask, axis=-1).count_nonzero().clamp(min=1)
+    advantages = centred * response_mask.bool().any(dim=-1).sum() / num_scored / f_norm
+    return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
+
+
+@register_adv_est("rloo_vectorized")
 @register_adv_est("rloo")
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
@@ -72,7 +132,7 @@ def compute_rloo_outcome_advantage(
 
     A_it = s_i - 1/(n - 1) sum_{j != i} s_j = n/(n - 1) (s_i - mean_group(s))      with s_i = sum_t r_it
 
-    The advantage of a group of one is its score.
+    The advantage of a group of one is its score. `rloo_vectorized` is another name for the same estimator.
     """
     centred, _group, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
     advantages = centred * size_of_row / (size_of_row - 1).clamp(min=1)
@@ -213,9 +273,12 @@ def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
-def _centred_scores(rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
+def _centred_scores(
+    rewards: Tensor, response_mask: Tensor, index: GroupIndex, *, weight_by_length: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """For every row, in float64: its score minus the mean of its group (for a group of one, the score), the number of
-    its group, and the size of the group. Padding rows are in group 0.
+    its group, and the size of the group. Padding rows are in group 0. In the mean all rows count the same, or each
+    counts as many times as it has tokens.
 
     Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
     deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
@@ -225,17 +288,25 @@ def _centred_scores(rewards: Tensor, response_mask: Tensor, index: GroupIndex) -
         raise DataError(f"index holds {len(index)} group ids for {len(scores)} rows")
     _, groups = np.unique(index.astype(str), return_inverse=True)
     group_of_row = (1 + torch.from_numpy(groups).to(scores.device)) * response_mask.bool().any(dim=-1)
-    size_of_row = _group_sums(torch.ones_like(scores), group_of_row)
-    lowest = scores.new_zeros(len(scores) + 1).scatter_reduce(0, group_of_row, scores, "amin", include_self=False)
-    above = scores - lowest[group_of_row]
-    centred = torch.where(size_of_row == 1, scores, above - _group_sums(above, group_of_row) / size_of_row)
+    lengths = response_mask.bool().sum(dim=-1).double()
+    weights = lengths if weight_by_length else torch.ones_like(scores)
+    size_of_row = _over_groups(torch.ones_like(scores), group_of_row, "sum")
+    above = scores - _over_groups(scores, group_of_row, "amin")
+    totals = _over_groups(weights, group_of_row, "sum").clamp(min=1)
+    centred = torch.where(size_of_row == 1, scores, above - _over_groups(weights * above, group_of_row, "sum") / totals)
     return centred, group_of_row, size_of_row
 
 
-def _group_sums(numbers: Tensor, group_of_row: Tensor) -> Tensor:
-    """For every row: the sum over its group."""
-    sums = numbers.new_zeros(len(numbers) + 1).index_add(0, group_of_row, numbers)
-    return sums[group_of_row]
+def _group_deviations(centred: Tensor, group_of_row: Tensor, size_of_row: Tensor) -> Tensor:
+    """For every row: the standard deviation of its group's scores, over n - 1; 1 for a group of one."""
+    variance = _over_groups(centred.square(), group_of_row, "sum") / (size_of_row - 1).clamp(min=1)
+    return torch.where(size_of_row == 1, 1.0, variance.sqrt())
+
+
+def _over_groups(numbers: Tensor, group_of_row: Tensor, how: str) -> Tensor:
+    """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
+    reduced = numbers.new_zeros(len(numbers) + 1).scatter_reduce(0, group_of_row, numbers, how, include_self=False)
+    return reduced[group_of_row]
 
 
 def _same_for_all_tokens(scores: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:

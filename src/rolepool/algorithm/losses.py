@@ -84,9 +84,19 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     low_var_kl, k3  exp(-d) - 1 + d    unbiased, never negative; d is clamped to [-20, 20] and the result to at most
                                        10, so that one outlier token cannot dominate the batch; such a token has no
                                        gradient
+    k3+ and others  with a + after its name, an estimator keeps its value and has the gradient d of k2, which in
+                    expectation is the gradient of the KL; a capped token has this gradient, too
     """
     difference = logprob - ref_logprob
-    match kl_penalty:
+    estimate = _kl_estimate(difference, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return estimate
+    k2 = 0.5 * difference.square()
+    return estimate.detach() + (k2 - k2.detach())
+
+
+def _kl_estimate(difference: Tensor, name: str) -> Tensor:
+    match name:
         case "kl" | "k1":
             return difference
         case "abs":
@@ -96,7 +106,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         case "low_var_kl" | "k3":
             clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown KL estimator {kl_penalty!r}")
+    raise ValueError(f"unknown KL estimator {name!r}")
 
 
 def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:
@@ -129,6 +139,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
     With l_it the loss of token t of row i, m the mask, n_i = sum_t m_it, N rows that are not padding:
 
     token-mean               sum_it m_it l_it / sum_i n_i
+    token-sum                sum_it m_it l_it
     seq-mean-token-sum       1/N sum_i sum_t m_it l_it
     seq-mean-token-mean      1/N sum_i (1/n_i) sum_t m_it l_it
     seq-mean-token-sum-norm  1/N sum_i sum_t m_it l_it / loss_scale_factor       (Dr. GRPO)
@@ -138,6 +149,8 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
     match loss_agg_mode:
         case "token-mean":
             return masked_sum(loss_mat, loss_mask) / num_tokens
+        case "token-sum":
+            return masked_sum(loss_mat, loss_mask)
         case "seq-mean-token-sum":
             return masked_sum(loss_mat, loss_mask) / num_sequences
         case "seq-mean-token-mean":
@@ -189,7 +202,7 @@ def compute_policy_loss_vanilla(
         "pg_clipfrac_lower": is_bad & (larger > bound),
     }
     return agg_loss(losses, response_mask, loss_agg_mode, counts=counts), {
-        name: _token_mean(metric, response_mask, losses.dtype, counts) for name, metric in metrics.items()
+        name: token_mean(metric, response_mask, losses.dtype, counts) for name, metric in metrics.items()
     }
 
 
@@ -214,8 +227,9 @@ def compute_value_loss(
     unclipped = (vpreds - returns).square()
     clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
     loss = agg_loss(0.5 * torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, counts=counts)
-    return loss, _token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
+    return loss, token_mean(clipped > unclipped, response_mask, unclipped.dtype, counts)
 
 
-def _token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:
+def token_mean(metric: Tensor, response_mask: Tensor, dtype: torch.dtype, counts: LossCounts | None) -> Tensor:
+    """These rows' share of the metric's mean over all tokens of the mini-batch, without gradient."""
     return agg_loss(metric.detach().to(dtype), response_mask, "token-mean", counts=counts)

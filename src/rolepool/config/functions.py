@@ -24,12 +24,19 @@ Needs = tuple[str, ...]
 ADV_ESTIMATORS: dict[str, Needs] = {
     "gae": ("values",),
     "grpo": ("index",),
+    "grpo_passk": ("index",),
+    "grpo_vectorized": ("index",),
     "rloo": ("index",),
+    "rloo_vectorized": ("index",),
+    "opo": ("index",),
+    "gpg": ("index",),
     "remax": ("reward_baselines",),
     "reinforce_plus_plus": (),
     "reinforce_plus_plus_baseline": ("index",),
 }
-POLICY_LOSSES: dict[str, Needs] = {"vanilla": ()}
+POLICY_LOSSES: dict[str, Needs] = dict.fromkeys(
+    ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ()
+)
 STRATEGY_NAMES: dict[str, Needs] = {"standard": (), "split": (), "custom": ()}
 OTHER_ENGINES = ("vllm", "sglang", "trtllm", "hf")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""

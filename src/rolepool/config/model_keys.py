@@ -9,8 +9,12 @@ from pydantic import Field, Strict
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
 from rolepool.config.functions import OTHER_ENGINES, EngineName, PolicyLossName
 
-LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KlEstimator = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+KlEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -67,7 +71,19 @@ class PolicyModelConfig(Section):
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = "vanilla"
-    """Policy loss: vanilla (PPO with dual clip), or a function of your own as module:function (docs/extending.md)."""
+    """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or a function of your
+    own as module:function (docs/extending.md). gspo and geo_mean always use the mean over sequences, not loss_agg_mode.
+    clip_cov and kl_cov compare the tokens of one micro-batch, so their results depend on the size of micro-batches."""
+    clip_cov_ratio: Fraction = 0.0002
+    """clip_cov: fraction of the tokens of a micro-batch whose loss is removed, at least one token."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: only tokens with a covariance above this value can be removed."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: only tokens with a covariance below this value can be removed."""
+    kl_cov_ratio: Fraction = 0.0002
+    """kl_cov: fraction of the tokens of a micro-batch that get a KL term, at least one token."""
+    ppo_kl_coef: NonNegative = 0.1
+    """kl_cov: weight of that KL term."""
 
 
 class ActorConfig(Section):
@@ -96,7 +112,9 @@ class ActorConfig(Section):
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Limit of dual-clip PPO for tokens with negative advantage."""
     loss_agg_mode: LossAggregation = "token-mean"
-    """How token losses are aggregated into one number."""
+    """How token losses are aggregated into one number. token-sum does not divide by anything."""
+    loss_scale_factor: Positive | None = None
+    """Divisor of loss_agg_mode=seq-mean-token-sum-norm; null uses data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -104,7 +122,8 @@ class ActorConfig(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term of the loss. low_var_kl is capped at 10 per token; a capped token has no gradient."""
+    """Estimator of the KL term of the loss. low_var_kl is capped at 10 per token; a capped token has no gradient. With
+    a + at the end, as in k3+, an estimator keeps its value and has the gradient of k2."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     optim: OptimConfig
@@ -141,7 +160,7 @@ class RolloutConfig(Section):
     fallback: Literal["native"] | None = None
     """The engine to use in place of vllm, sglang, trtllm or hf. null does not train with such a name."""
     n: Count = 1
-    """Number of responses to each prompt. grpo and rloo compare them with each other, so they need at least 2."""
+    """Number of responses to each prompt. Estimators such as grpo and rloo compare them, so they need at least 2."""
     temperature: NonNegative = 1.0
     """Sampling temperature; must be greater than 0."""
     top_p: Fraction = 1.0

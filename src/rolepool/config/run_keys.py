@@ -90,8 +90,9 @@ class KlCtrlConfig(Section):
 
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorName = "gae"
-    """How advantages are estimated: gae (which needs a critic), grpo, rloo, remax, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, or a function of your own as module:function (docs/extending.md)."""
+    """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg, remax,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, or a function of your own as module:function (docs/extending.md).
+    grpo_vectorized and rloo_vectorized are the same as grpo and rloo."""
     gamma: Ratio = 1.0
     """Discount factor per token."""
     lam: Ratio = 1.0
@@ -102,7 +103,7 @@ class AlgorithmConfig(Section):
     """Estimator of the KL penalty in the reward."""
     kl_ctrl: KlCtrlConfig
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the group's standard deviation."""
+    """Divide the advantages of grpo and grpo_passk by the group's standard deviation."""
 
 
 class TrainerConfig(Section):

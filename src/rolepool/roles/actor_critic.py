@@ -51,6 +51,10 @@ class Actor(TrainedRole):
         metrics = self.update(data, ends_step)
         return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
 
+    @property
+    def loss_scale_factor(self) -> float:
+        return super().loss_scale_factor if self.keys.loss_scale_factor is None else self.keys.loss_scale_factor
+
     def loss_of(
         self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:

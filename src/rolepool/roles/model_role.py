@@ -183,6 +183,11 @@ class TrainedRole(ModelRole):
         if self.checkpointing and self.device != "cpu":
             self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
 
+    @property
+    def loss_scale_factor(self) -> float:
+        """The divisor of the aggregation seq-mean-token-sum-norm."""
+        return float(self.config.data.max_response_length)
+
     def loss_of(
         self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -202,7 +207,7 @@ class TrainedRole(ModelRole):
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
-            counts = count_losses(map(kept_lengths, batches), self.config.data.max_response_length, self.device)
+            counts = count_losses(map(kept_lengths, batches), self.loss_scale_factor, self.device)
             splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
             of_batches = [
                 self.trained.step(split, partial(self._loss_of_rows, batch, count))
@@ -250,8 +255,8 @@ def kept_lengths(data: DataProto) -> Tensor:
     return lengths if IS_PADDING_KEY not in data.batch else lengths * ~data.batch[IS_PADDING_KEY]
 
 
-def count_losses(lengths_of_batches: Iterable[Tensor], longest: int, device: str) -> list[LossCounts]:
+def count_losses(lengths_of_batches: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""
     counts = [float(count) for lengths in lengths_of_batches for count in (lengths.sum(), (lengths > 0).sum())]
     totals = list(map(int, sum_over_ranks(counts, device)))
-    return [LossCounts(*counted, float(longest)) for counted in zip(totals[::2], totals[1::2], strict=True)]
+    return [LossCounts(*counted, scale) for counted in zip(totals[::2], totals[1::2], strict=True)]
