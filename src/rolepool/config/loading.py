@@ -42,7 +42,6 @@ UNSUPPORTED = {
     r"(critic|reward_model|actor_rollout_ref\.ref)\.strategy": "all roles use FSDP2; remove it",
     r".*\.ulysses_sequence_parallel_size": "sequence parallelism is not supported; remove it",
     r"actor_rollout_ref\.rollout\.mode": "there is one rollout mode; remove it",
-    r"reward_model\.reward_manager": "rule rewards need no manager; use custom_reward_function.path",
     r"reward_model\.(enable_resource_pool|n_gpus_per_node|nnodes)": "set placement.pools and placement.roles",
     r"data\.(image|video)_key": "only text is supported; remove it",
 }

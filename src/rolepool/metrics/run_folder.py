@@ -205,6 +205,11 @@ class Loggers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][0](step, metrics))
 
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples of a validation, with the loggers that have tables."""
+        if samples:
+            self._try([name for name in self._loggers if name in TABLES], lambda name: TABLES[name](step, samples))
+
     def close(self) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][1]())
 
@@ -252,4 +257,18 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
     return log, mlflow.end_run
 
 
+def _wandb_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    import wandb
+
+    table = wandb.Table(columns=[*samples[0]], data=[[*sample.values()] for sample in samples])
+    wandb.log({"val/generations": table}, step=step)
+
+
+def _mlflow_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    import mlflow
+
+    mlflow.log_text(json.dumps(samples, indent=2), f"val_generations/step_{step:06d}.json")
+
+
+TABLES = {"wandb": _wandb_table, "mlflow": _mlflow_table}
 MAKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

@@ -4,6 +4,9 @@ The reward model is a Hugging Face sequence classifier that scores prompt and re
 model is a subclass with another `role` (docs/extending.md).
 """
 
+from itertools import chain
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,11 +14,13 @@ from torch import Tensor
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data.prompts import load_tokenizer
-from rolepool.data.rewards import load_reward_function, score_batch
+from rolepool.data.reward_texts import READS, reward_texts
+from rolepool.data.rewards import load_reward_function, score_batch, with_overlong_penalty
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
+from rolepool.placement.roles import longest_row
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.ragged import INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
 from rolepool.roles.model_role import ModelRole, Setup
@@ -27,26 +32,42 @@ class RewardModel(ModelRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
-        self.pad_token_id = setup.pad_token_id
-        trusted = config.actor_rollout_ref.model.trust_remote_code
-        model = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
-        model.config.pad_token_id = setup.pad_token_id  # type: ignore[union-attr]
+        trusted = self.keys.model.trust_remote_code
+        model: Any = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.texts = reward_texts(config, self.spec.model, self.vocab_size)
+        self.pad_token_id = setup.pad_token_id if self.texts is None else self.texts.tokenizer.pad_token_id or 0
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=READS)
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response."""
         tokens = data.select(list(TOKENS), [], [])
-        if self.keys.max_length is not None:
-            tokens.batch[INPUT_IDS] = last_tokens(data.batch[INPUT_IDS], self.keys.max_length)
+        limit = self.keys.max_length
+        if self.texts is not None:
+            texts, limit = self.texts.tokenize(data), longest_row(self.config, self.role)
+            tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
+        if limit is not None:
+            tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
+        pad_token_id = self._pad_token_for(tokens.batch[INPUT_IDS])
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             # Padded on the right, because a classifier scores at the last token that is not padding.
-            inputs, _ = rows.padded_inputs(self.pad_token_id)
+            inputs, _ = rows.padded_inputs(pad_token_id)
             logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
             return {"scores": logits[:, 0].float()}
 
         return self.in_micro_batches("compute_scores", tokens, score)
+
+    def _pad_token_for(self, ids: Tensor) -> int:
+        """A token with which no row ends: the pad token, unless texts end with it, for example as their end token."""
+        values, offsets = ragged_parts(ids)
+        last = set(values[offsets[1:] - 1].tolist())
+        candidates = chain([self.pad_token_id], range(self.vocab_size))
+        chosen = next((token for token in candidates if token not in last), self.pad_token_id)
+        model: Any = self.placed.model
+        model.config.pad_token_id = chosen
+        return chosen
 
 
 def last_tokens(column: Tensor, limit: int) -> Tensor:
@@ -64,6 +85,7 @@ class RuleReward(Worker):
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
         self.function = load_reward_function(config.custom_reward_function, config.reward, setup.reward)
+        self.keys = config.reward_model.reward_kwargs
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -72,10 +94,12 @@ class RuleReward(Worker):
     )
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers that the function returns as arrays."""
-        texts = [
-            str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in rows_of_responses(data.batch)
-        ]
+        responses = rows_of_responses(data.batch)
+        texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
         scored = score_batch(self.function, data, texts)
+        if self.keys.overlong_buffer_cfg.enable:
+            lengths = map(len, responses)
+            scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, lengths, strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         names = sorted({name for row in scored for name in row.numbers})
         arrays = {f"reward/{name}": np.array([row.numbers.get(name, np.nan) for row in scored]) for name in names}

@@ -25,12 +25,15 @@ from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
+from rolepool.protocol import DataProtoFuture
+from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, check_inputs
+from rolepool.trainer.build import build_roles, check_inputs, check_reward_texts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import BadSteps, record, step_row, validate
+from rolepool.trainer.samples import Generated, SampleFiles
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -90,12 +93,14 @@ class Trainer:
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
+        check_reward_texts(self.config, self.plan, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         num_epochs = self.config.trainer.total_epochs
         self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
         self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
+        self.sample_files = SampleFiles(self.config, self.tokenizer)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
@@ -169,7 +174,8 @@ class Trainer:
             self.loggers.start(self.folder.path)
             self.live = LiveState(cluster.groups, lambda text: self.folder.write("state.json", text))
             try:
-                self._train(roles)
+                with self.sample_files.finished():
+                    self._train(roles)
             finally:
                 self.live.stop()
                 self.loggers.close()
@@ -206,6 +212,11 @@ class Trainer:
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
+        if self.config.trainer.rollout_data_dir is not None:
+            rollouts = step.calls["gen"][0]
+            assert isinstance(rollouts, DataProtoFuture)
+            generated = Generated(prompts, rollouts.get(keys=TOKENS), step.estimated.scored)
+            self.sample_files.write("trainer.rollout_data_dir", number, [generated])
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         if before is not None:
             self._finish(before, step)
@@ -228,11 +239,16 @@ class Trainer:
         if self.val_prompts is None:
             return
         self.live.begin(f"validation after step {number}")
-        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
+        batches: list[Generated] = []
+        keep = None if self.config.trainer.validation_data_dir is None else batches.append
+        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer, keep)
+        if keep is not None:
+            self.sample_files.write("trainer.validation_data_dir", number, batches)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         self.folder.add_samples(number, samples)
         self._write(number, metrics)
         self.observer.on_samples(number, samples)
+        self.loggers.log_samples(number, samples[: self.config.trainer.log_val_generations])
 
     def _save(self, roles: Roles, number: int) -> None:
         self.live.begin(f"checkpoint of step {number}")

@@ -5,7 +5,7 @@ Owns what a bad step is, the warning about skipped updates, and the error that e
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
 from rolepool.trainer.advantages import describe, repeated
 from rolepool.trainer.checkpoint import Checkpoints
+from rolepool.trainer.samples import Generated
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
-"""The number of responses of a validation whose texts are recorded."""
+"""The number of responses of a validation whose texts are recorded, unless log_val_generations is larger."""
 
 
 def record(step: StepCalls) -> list[Recorded]:
@@ -72,9 +73,14 @@ def step_row(
 
 
 def validate(
-    config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    roles: Roles,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    keep: Callable[[Generated], object] | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[Span]]:
-    """Generate responses to validation prompts and score them. Returns metrics, some responses, and the spans.
+    """Generate responses to validation prompts and score them. Returns metrics, some responses, and the spans. `keep`
+    is called with each batch.
 
     Metrics are the mean score of each data source and, with several samples per prompt, the mean of the best scores.
     """
@@ -91,7 +97,9 @@ def validate(
         scores = scored.get(keys=["scores"]).batch["scores"].double().numpy()
         for source, of_prompt in zip(columns["data_source"][::num_samples], np.split(scores, len(batch)), strict=True):
             scores_of.setdefault(source, []).append(of_prompt)
-        num_recorded = min(len(rows), NUM_SAMPLES - len(samples))
+        if keep is not None:
+            keep(Generated(rows, rollouts.get(keys=TOKENS), scored.get()))
+        num_recorded = min(len(rows), max(NUM_SAMPLES, config.trainer.log_val_generations) - len(samples))
         responses = rows_of_responses(rollouts.get(keys=TOKENS)[:num_recorded].batch) if num_recorded else ()
         for index, response in enumerate(responses):
             sample = {
