@@ -174,8 +174,8 @@ def contradictions(config: Config) -> Iterator[str]:
         other = "reward_model.enable=true" if model else f"custom_reward_function.path={path}"
         yield f"reward.functions: contradicts {other}; set only one of them"
     if config.custom_reward_function.reward_kwargs and (model or path is None):
-        fix = "set reward_model.enable=false" if model else "set custom_reward_function.path"
-        yield f"custom_reward_function.reward_kwargs: they are for the function of that section; {fix}, or remove them"
+        used = "with custom_reward_function.path and reward_model.enable=false"
+        yield f"custom_reward_function.reward_kwargs: they are only used {used}; set both, or remove reward_kwargs"
     yield from _about_overlong(config)
     # Training divides logits by the temperature, even if decoding is greedy.
     validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
@@ -204,8 +204,7 @@ def _about_overlong(config: Config) -> Iterator[str]:
         fix = "reward_model.enable=false" if keys.enable else "reward_model.reward_manager=dapo"
         yield f"{section}.enable=true: the penalty is for rules and functions with the manager dapo; set {fix}"
     if buffer.enable and not 0 < buffer.len <= kwargs.max_resp_len:
-        longest = f"reward_model.reward_kwargs.max_resp_len={kwargs.max_resp_len}"
-        yield f"{section}.len={buffer.len}: must be at least 1 and at most {longest}"
+        yield f"{section}.len={buffer.len}: must be from 1 to reward_kwargs.max_resp_len={kwargs.max_resp_len}"
 
 
 def _about_batches(config: Config) -> Iterator[str]:

@@ -38,25 +38,22 @@ logger = logging.getLogger(__name__)
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
-def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, from a folder or hub id. If it has no pad token, its end-of-sequence token is used."""
-    key = f"actor_rollout_ref.model.path={show(path)}"
-    tokenizer = read_tokenizer(key, path, trust_remote_code=trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def read_tokenizer(key: str, path: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """A tokenizer as it is in its folder or on the hub. `key` names the key and its value in error messages."""
+def load_tokenizer(
+    path: str | None, *, trust_remote_code: bool = False, name: str = "actor_rollout_ref.model.path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder or hub id that the key `name` names, by default the policy's. If it has no pad token,
+    its end-of-sequence token is used."""
+    key = f"{name}={show(path)}"
     if path is None:
         raise ConfigError(f"{key}: no model is set; give a folder or a hub id")
     place = str(Path(path).expanduser())
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
     with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

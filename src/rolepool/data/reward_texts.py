@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
-from rolepool.data.prompts import PromptSet, load_tokenizer, read_tokenizer, render_chat, tokenize
-from rolepool.errors import ConfigError, DataError
+from rolepool.data.prompts import PromptSet, load_tokenizer, render_chat, tokenize
+from rolepool.errors import ConfigError
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import INPUT_IDS, TOKENS, rows_of_responses
 
@@ -36,9 +36,6 @@ class RewardTexts:
         """The tokens of each row. A chat is written with the reward model's template, the response as its last message.
         If the prompt is a plain string, the text is what the policy read and wrote."""
         columns = batch.non_tensor_batch
-        if missing := [name for name in READS if name not in TOKENS and name not in columns]:
-            where = "call compute_scores with rollouts.union(prompts), and name these columns in its `reads`"
-            raise DataError(f"the batch has no {' and no '.join(missing)}, which the reward model needs; {where}")
         rows = []
         token_rows = zip(batch.batch[INPUT_IDS].unbind(), rows_of_responses(batch.batch), strict=True)
         for prompt, origin, (ids, response) in zip(columns["raw_prompt"], columns["origin"], token_rows, strict=True):
@@ -50,26 +47,19 @@ class RewardTexts:
 
 
 def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts | None:
-    """How the reward model of a section, such as `reward_model.model`, gets its tokens; None: from the policy.
-
-    Raises ConfigError if it has too few tokens for that.
-    """
+    """How texts are tokenized again for the reward model of a section, such as `reward_model.model`; None if it gets
+    the policy's tokens. Raises ConfigError if it has too few tokens for that."""
     keys, policy_keys = config.at(section), config.actor_rollout_ref.model
-    policy = load_tokenizer(policy_keys.path, trust_remote_code=policy_keys.trust_remote_code)
-    key, path = f"{section}.path={keys.path}", Path(keys.path).expanduser()
-    if keys.input_tokenizer not in (None, policy_keys.path):
-        setting = f"{section}.input_tokenizer={keys.input_tokenizer}"
-        given = read_tokenizer(setting, keys.input_tokenizer, trust_remote_code=keys.trust_remote_code)
-        if given.get_vocab() != policy.get_vocab():
-            raise ConfigError(f"{setting}: it must be the tokenizer of the policy, which it decodes; remove the key")
-    has_tokenizer = not path.is_dir() or any([*path.glob("tokenizer*"), *path.glob("vocab*")])
+    name, path = f"{section}.input_tokenizer", keys.input_tokenizer or policy_keys.path
+    policy = load_tokenizer(path, trust_remote_code=policy_keys.trust_remote_code, name=name)
+    folder = Path(keys.path).expanduser()
+    has_tokenizer = not folder.is_dir() or any([*folder.glob("tokenizer*"), *folder.glob("vocab*")])
     if has_tokenizer and keys.input_tokenizer is not None:
-        own = read_tokenizer(key, keys.path, trust_remote_code=keys.trust_remote_code)
-        same_tokens = own.get_vocab() == policy.get_vocab()
-        if not same_tokens or own.chat_template not in (None, policy.chat_template):
+        own = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code, name=f"{section}.path")
+        if own.get_vocab() != policy.get_vocab() or own.chat_template not in (None, policy.chat_template):
             return RewardTexts(policy, own)
     if vocab_size < len(policy):
         what = f"it has {vocab_size} tokens, fewer than the policy ({len(policy)}), whose tokens it would get"
-        fix = f"do not set {section}.input_tokenizer=null" if has_tokenizer else "add its tokenizer to its folder"
-        raise ConfigError(f"{key}: {what}; {fix}")
+        fix = f"do not set {name}=null" if has_tokenizer else "add its tokenizer to its folder"
+        raise ConfigError(f"{section}.path={keys.path}: {what}; {fix}")
     return None

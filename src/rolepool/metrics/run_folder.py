@@ -159,6 +159,19 @@ class RunFolder:
             file.write(text)
 
 
+SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}
+"""The names of some columns in files of samples, which are verl's."""
+
+
+def write_samples(key: str, folder: str, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write all samples of a step or validation to STEP.jsonl, in the folder that a key names."""
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    rows = ({**{SAMPLE_NAMES.get(name, name): value for name, value in row.items()}, "step": step} for row in samples)
+    with explained(f"{key}={folder}: {path.name} cannot be written", "fix it and resume"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(row, default=str) + "\n" for row in rows))
+
+
 def console_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step:N - key:value - key:value ...`"""
     return " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])

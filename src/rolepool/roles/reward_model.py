@@ -5,7 +5,7 @@ model is a subclass with another `role` (docs/extending.md).
 """
 
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,9 +34,7 @@ class RewardModel(ModelRole):
         super().__init__(config, setup)
         trusted = self.keys.model.trust_remote_code
         model: Any = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
-        self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.texts = reward_texts(config, self.spec.model, self.vocab_size)
-        self.pad_token_id = setup.pad_token_id if self.texts is None else self.texts.tokenizer.pad_token_id or 0
+        self.texts = reward_texts(config, self.spec.model, model.config.get_text_config().vocab_size)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=READS)
@@ -49,7 +47,7 @@ class RewardModel(ModelRole):
             tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
         if limit is not None:
             tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
-        pad_token_id = self._pad_token_for(tokens.batch[INPUT_IDS])
+        pad_token_id = self._choose_pad_token(tokens.batch[INPUT_IDS])
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             # Padded on the right, because a classifier scores at the last token that is not padding.
@@ -59,15 +57,13 @@ class RewardModel(ModelRole):
 
         return self.in_micro_batches("compute_scores", tokens, score)
 
-    def _pad_token_for(self, ids: Tensor) -> int:
-        """A token with which no row ends: the pad token, unless texts end with it, for example as their end token."""
-        values, offsets = ragged_parts(ids)
+    def _choose_pad_token(self, ids: Tensor) -> int:
+        """A token with which no row ends. The pad token of many tokenizers is the token at the end of every text."""
+        (values, offsets), config = ragged_parts(ids), cast(Any, self.placed.model).config
         last = set(values[offsets[1:] - 1].tolist())
-        candidates = chain([self.pad_token_id], range(self.vocab_size))
-        chosen = next((token for token in candidates if token not in last), self.pad_token_id)
-        model: Any = self.placed.model
-        model.config.pad_token_id = chosen
-        return chosen
+        free = (token for token in range(config.get_text_config().vocab_size) if token not in last)
+        config.pad_token_id = pad_token_id = next(free, 0)
+        return pad_token_id
 
 
 def last_tokens(column: Tensor, limit: int) -> Tensor:
@@ -98,8 +94,7 @@ class RuleReward(Worker):
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
         scored = score_batch(self.function, data, texts)
         if self.keys.overlong_buffer_cfg.enable:
-            lengths = map(len, responses)
-            scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, lengths, strict=True)]
+            scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, map(len, responses), strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         names = sorted({name for row in scored for name in row.numbers})
         arrays = {f"reward/{name}": np.array([row.numbers.get(name, np.nan) for row in scored]) for name in names}

@@ -49,10 +49,8 @@ def build_roles(
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
-    folders = [(f"{ROLE_SPECS[role].model}.path", pool) for role, pool in plan.roles.items()]
-    # A reward model may have to decode the policy's tokens.
-    folders += [("actor_rollout_ref.model.path", plan.roles[role]) for role in _reward_models(config, plan)]
-    for key, pool in folders:
+    for role, pool in plan.roles.items():
+        key = f"{ROLE_SPECS[role].model}.path"
         path = str(config.at(key))
         if Path(path).expanduser().is_dir():
             fix = "copy the model there, or to a folder that all nodes share"
@@ -94,8 +92,8 @@ def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None =
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
     trusted = {keys.path: keys.trust_remote_code for keys in _reward_models(config, plan).values()}
     for key, (path, overrides) in models_of(config, plan).items():
-        trusts = trusted.get(path, trust_remote_code)
-        read_model_config(key, path, trust_remote_code=trusts, overrides=dict(overrides))
+        code_may_run = trusted.get(path, trust_remote_code)
+        read_model_config(key, path, trust_remote_code=code_may_run, overrides=dict(overrides))
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
@@ -108,9 +106,9 @@ def check_reward_texts(config: Config, plan: Plan, prompts: Iterable[PromptSet])
     """Raise an error, before a process starts, if a reward model cannot read what the policy writes. The chat template
     of a reward model is tried with the first prompt of each set."""
     for role, keys in _reward_models(config, plan).items():
-        section, trusted = ROLE_SPECS[role].model, keys.trust_remote_code
-        found = read_model_config(f"{section}.path", keys.path, trust_remote_code=trusted, overrides={})
-        texts = reward_texts(config, section, found.get_text_config().vocab_size)
+        key, trusted = f"{ROLE_SPECS[role].model}.path", keys.trust_remote_code
+        model = read_model_config(key, keys.path, trust_remote_code=trusted, overrides={})
+        texts = reward_texts(config, ROLE_SPECS[role].model, model.get_text_config().vocab_size)
         if texts is not None:
             for one in prompts:
                 texts.check(one)

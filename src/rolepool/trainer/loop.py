@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from rolepool.cluster import Cluster, LiveState, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
-from rolepool.metrics.run_folder import Loggers, RunFolder
+from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint import remove_unfinished
@@ -32,8 +32,7 @@ from rolepool.trainer.build import build_roles, check_inputs, check_reward_texts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import BadSteps, record, step_row, validate
-from rolepool.trainer.samples import Generated, SampleFiles
+from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, record, samples_of, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class Trainer:
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
-        self.sample_files = SampleFiles(self.config, self.tokenizer)
         self.folder = RunFolder(self.config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
@@ -174,8 +172,7 @@ class Trainer:
             self.loggers.start(self.folder.path)
             self.live = LiveState(cluster.groups, lambda text: self.folder.write("state.json", text))
             try:
-                with self.sample_files.finished():
-                    self._train(roles)
+                self._train(roles)
             finally:
                 self.live.stop()
                 self.loggers.close()
@@ -212,11 +209,10 @@ class Trainer:
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
-        if self.config.trainer.rollout_data_dir is not None:
-            rollouts = step.calls["gen"][0]
-            assert isinstance(rollouts, DataProtoFuture)
-            generated = Generated(prompts, rollouts.get(keys=TOKENS), step.estimated.scored)
-            self.sample_files.write("trainer.rollout_data_dir", number, [generated])
+        if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
+            rollouts = cast(DataProtoFuture, step.calls["gen"][0]).get(keys=TOKENS)
+            samples = samples_of(prompts, rollouts, step.estimated.scored, self.tokenizer)
+            write_samples("trainer.rollout_data_dir", folder, number, samples)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         if before is not None:
             self._finish(before, step)
@@ -238,17 +234,16 @@ class Trainer:
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
             return
+        keys = self.config.trainer
         self.live.begin(f"validation after step {number}")
-        batches: list[Generated] = []
-        keep = None if self.config.trainer.validation_data_dir is None else batches.append
-        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer, keep)
-        if keep is not None:
-            self.sample_files.write("trainer.validation_data_dir", number, batches)
+        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
-        self.folder.add_samples(number, samples)
+        if keys.validation_data_dir is not None:
+            write_samples("trainer.validation_data_dir", keys.validation_data_dir, number, samples)
+        self.folder.add_samples(number, samples[:NUM_SAMPLES])
         self._write(number, metrics)
-        self.observer.on_samples(number, samples)
-        self.loggers.log_samples(number, samples[: self.config.trainer.log_val_generations])
+        self.observer.on_samples(number, samples[:NUM_SAMPLES])
+        self.loggers.log_samples(number, samples[: keys.log_val_generations])
 
     def _save(self, roles: Roles, number: int) -> None:
         self.live.begin(f"checkpoint of step {number}")
