@@ -137,7 +137,6 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("critic.strategy=fsdp", "FSDP2"),
         ("actor_rollout_ref.hybrid_engine=True", "placement.roles"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=null", "over all ranks"),
-        ("trainer.rollout_data_dir=null", "samples"),
     ],
 )
 def test_a_key_without_effect_is_accepted_and_explained(setting: str, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
 from rolepool.config.functions import OTHER_ENGINES, EngineName, PolicyLossName
@@ -250,6 +250,11 @@ class CriticConfig(Section):
 class RewardModelModelConfig(Section):
     path: str | None = None
     """Sequence-classification model folder or hub id that scores whole responses."""
+    input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
+    """Folder or hub id of the tokenizer that decodes responses, which is the policy's. If the reward model has another
+    tokenizer or chat template, texts are tokenized again for it. null sends it the policy's tokens in any case."""
+    trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
+    """Allow code from the reward model's folder to run."""
 
 
 class RewardModelConfig(Section):
@@ -259,8 +264,43 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     max_length: Count | None = None
-    """Score only the last N tokens of prompt and response; null scores all."""
+    """Score only the last N tokens of prompt and response; null scores all. A text that is tokenized again for the
+    reward model never has more than data.max_prompt_length + data.max_response_length tokens: the last ones."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Limit micro-batches by tokens (forward_max_token_len_per_gpu), not by sequences."""
     forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
     """Most tokens in one micro-batch on one GPU if use_dynamic_bsz is true."""
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = False
+    """Subtract a penalty from the score of a response that is almost as long as max_resp_len, or longer. Needs
+    reward_model.reward_manager=dapo."""
+    len: Annotated[int, Field(ge=0)] = 0
+    """The penalty begins this number of tokens before max_resp_len and grows linearly."""
+    penalty_factor: NonNegative = 0.0
+    """The penalty of a response with max_resp_len tokens."""
+    log: bool = False
+    """Log the penalty as reward/overlong_reward/mean, and the fraction of such responses as reward/overlong/mean."""
+
+
+class RewardKwargsConfig(Section):
+    overlong_buffer_cfg: OverlongBufferConfig
+    max_resp_len: Count = follows("data.max_response_length")
+    """Number of response tokens at which the penalty for overlong responses is penalty_factor."""
+
+
+def _known_manager(name: Any) -> Any:
+    if name not in ("naive", "dapo"):
+        fix = "to score in another way, write a function for one response and set custom_reward_function.path"
+        raise ValueError(f"must be naive or dapo; {fix}")
+    return name
+
+
+class MainRewardModelConfig(RewardModelConfig):
+    """The section `reward_model`, which has keys for rewards without a model, too."""
+
+    reward_manager: Annotated[Literal["naive", "dapo"], BeforeValidator(_known_manager)] = "naive"
+    """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for overlong
+    responses (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg switches on."""
+    reward_kwargs: RewardKwargsConfig

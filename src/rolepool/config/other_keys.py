@@ -28,6 +28,7 @@ SAME_VALUES: dict[str, dict[Any, Any]] = {
     "actor_rollout_ref.actor.optim.min_lr_ratio": {None: 0.0},
     "critic.optim.min_lr_ratio": {None: 0.0},
     "actor_rollout_ref.rollout.name": {"???": "native"},
+    "reward_model.reward_manager": {None: "naive"},
     "custom_reward_function.name": {None: "compute_score"},
     "trainer.save_freq": {0: -1},
     "trainer.test_freq": {0: -1},

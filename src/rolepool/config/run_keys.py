@@ -56,6 +56,8 @@ class CustomRewardFunctionConfig(Section):
     """Python file with the reward function; null uses reward.functions."""
     name: str = "compute_score"
     """Name of the function in that file."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments for the function, such as {strict: true}."""
 
 
 class RewardFunctionConfig(Section):
@@ -146,6 +148,13 @@ class TrainerConfig(Section):
     """Number of newest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Count | None = None
     """Number of newest critic checkpoints to keep; null keeps all."""
+    rollout_data_dir: str | None = None
+    """Folder for all samples of each step: N.jsonl has a line for each response of step N, with input, output, gts (the
+    ground truth), score, step, and the other numbers of the reward function. null writes none."""
+    validation_data_dir: str | None = None
+    """Folder for all samples of each validation, in the same format. null writes none."""
+    log_val_generations: CountOrZero = 0
+    """Log the first N samples of each validation as a table, if trainer.logger has wandb or mlflow."""
     default_local_dir: str = "runs/${trainer.experiment_name}"
     """The run folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -41,7 +41,7 @@ class Config(Section):
     data: run_keys.DataConfig
     actor_rollout_ref: model_keys.ActorRolloutRefConfig
     critic: model_keys.CriticConfig
-    reward_model: model_keys.RewardModelConfig
+    reward_model: model_keys.MainRewardModelConfig
     custom_reward_function: run_keys.CustomRewardFunctionConfig
     reward: run_keys.RewardConfig
     algorithm: run_keys.AlgorithmConfig
@@ -176,6 +176,10 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.reward.functions and (model or path is not None):
         other = "reward_model.enable=true" if model else f"custom_reward_function.path={path}"
         yield f"reward.functions: contradicts {other}; set only one of them"
+    if config.custom_reward_function.reward_kwargs and (model or path is None):
+        used = "with custom_reward_function.path and reward_model.enable=false"
+        yield f"custom_reward_function.reward_kwargs: they are only used {used}; set both, or remove reward_kwargs"
+    yield from _about_overlong(config)
     # Training divides logits by the temperature, even if decoding is greedy.
     validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
     for section, is_used in ((rollout, True), (f"{rollout}.val_kwargs", validation_samples)):
@@ -188,6 +192,17 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"{key}: trainer.resume_mode={mode}; set resume_mode=resume_path and the checkpoint folder, or neither"
     yield from _about_batches(config)
     yield from _about_placement(config)
+
+
+def _about_overlong(config: Config) -> Iterator[str]:
+    """DAPO's penalty needs its reward manager, a score that is not a model's, and a length to divide by."""
+    keys, kwargs = config.reward_model, config.reward_model.reward_kwargs
+    buffer, section = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
+    if buffer.enable and (keys.enable or keys.reward_manager != "dapo"):
+        fix = "reward_model.enable=false" if keys.enable else "reward_model.reward_manager=dapo"
+        yield f"{section}.enable=true: the penalty is for rules and functions with the manager dapo; set {fix}"
+    if buffer.enable and not 0 < buffer.len <= kwargs.max_resp_len:
+        yield f"{section}.len={buffer.len}: must be from 1 to reward_kwargs.max_resp_len={kwargs.max_resp_len}"
 
 
 def _about_batches(config: Config) -> Iterator[str]:

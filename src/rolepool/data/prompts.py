@@ -38,9 +38,12 @@ logger = logging.getLogger(__name__)
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
-def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, from a folder or hub id. If it has no pad token, its end-of-sequence token is used."""
-    key = f"actor_rollout_ref.model.path={show(path)}"
+def load_tokenizer(
+    path: str | None, *, trust_remote_code: bool = False, name: str = "actor_rollout_ref.model.path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder or hub id that the key `name` names, by default the policy's. If it has no pad token,
+    its end-of-sequence token is used."""
+    key = f"{name}={show(path)}"
     if path is None:
         raise ConfigError(f"{key}: no model is set; give a folder or a hub id")
     place = str(Path(path).expanduser())
@@ -87,7 +90,8 @@ class PromptSet:
         rows = [self._parse(number) for number in row_numbers]
         names = ("data_source", "reward_model", "extra_info", "origin")
         all_ids = [self._token_ids[self._starts[row] : self._starts[row + 1]].tolist() for row in row_numbers]
-        return {**{name: [row[name] for row in rows] for name in names}, "raw_prompt_ids": all_ids}
+        prompts = {"raw_prompt": [row["prompt"] for row in rows], "raw_prompt_ids": all_ids}
+        return {**{name: [row[name] for row in rows] for name in names}, **prompts}
 
     def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
@@ -102,7 +106,7 @@ class PromptSet:
                     rows.append(self._with_text(self._parse(number, check=True)))
                 except BadRow as error:
                     problems.add(error)
-            for row, ids in zip(rows, self._tokenize(rows), strict=True):
+            for row, ids in zip(rows, tokenize(self._tokenizer, rows), strict=True):
                 lengths.append(len(ids))
                 digest.update(array("q", [len(ids), *ids]).tobytes())
                 self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
@@ -147,23 +151,37 @@ class PromptSet:
         if not is_chat:
             return {**row, "is_chat": False, "text": row["prompt"]}
         options = self._data.apply_chat_template_kwargs
-        return {**row, "is_chat": True, "text": render_chat(self._tokenizer, row["prompt"], row["origin"], options)}
+        return {
+            **row,
+            "is_chat": True,
+            "text": render_chat(self._tokenizer, row["prompt"], row["origin"], options=options),
+        }
 
-    def _tokenize(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
-        for is_chat, group in groupby(rows, key=itemgetter("is_chat")):
-            texts = [row["text"] for row in group]
-            # A template writes special tokens itself; for a plain string the tokenizer adds them.
-            encoded = self._tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
-            yield from encoded["input_ids"]
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[list[int]]:
+    """Token ids of chats and of plain strings. A file may contain rows of both kinds."""
+    for is_chat, group in groupby(rows, key=itemgetter("is_chat")):
+        texts = [row["text"] for row in group]
+        # A template writes special tokens itself; for a plain string the tokenizer adds them.
+        encoded = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
+        yield from encoded["input_ids"]
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, Any]], origin: str, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[dict[str, Any]],
+    origin: str,
+    *,
+    answer: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a chat, up to the start of the answer, as the tokenizer's template writes it with these options."""
+    """The text of a chat as the tokenizer's template writes it with these options: with an answer, or up to the start
+    of the answer."""
+    chat = prompt if answer is None else [*prompt, {"role": "assistant", "content": answer}]
     try:
-        text = str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options))
+        text = str(
+            tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, tokenize=False, **(options or {}))
+        )
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
         raise BadRow(
@@ -257,8 +275,9 @@ def validation_batches(prompts: PromptSet, batch_size: int | None = None) -> Ite
 def batch_of(prompts: PromptSet, rows: Sequence[int], pass_name: str) -> DataProto:
     """These prompts as a batch. It has no tensors, because prompts differ in length and are not padded here.
 
-    `raw_prompt_ids` are lists of token ids; `uid` names a prompt and is the same in every run, so that responses to the
-    same prompt can be found; `index` is the prompt's number, and `origin` its place in the files.
+    `raw_prompt` is a chat or a plain string, and `raw_prompt_ids` are lists of token ids; `uid` names a prompt and is
+    the same in every run, so that responses to the same prompt can be found; `index` is the prompt's number, and
+    `origin` its place in the files.
     """
     uids = [f"{pass_name}-row{row}" for row in rows]
     columns = {**prompts.take(rows), "uid": uids, "index": np.array(rows, dtype=np.int64)}

@@ -18,10 +18,12 @@ from contextlib import suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rolepool.config import Config
+from rolepool.config.loading import show
+from rolepool.config.model_keys import RewardKwargsConfig
 from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rules import RULES, Rule, Score, rule_for
 from rolepool.errors import ConfigError, RolepoolError, explained
@@ -99,12 +101,18 @@ class WeightedRewards:
         return Scored(total, numbers)
 
 
+INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The arguments of every reward function."""
+
+
 class FunctionInFile(NamedTuple):
     """A function in a Python file of the user. `setting` is how error messages name the key and its value."""
 
     file: Path
     name: str
     setting: str
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Further arguments: `custom_reward_function.reward_kwargs`."""
 
     def check(self) -> None:
         """Raise ConfigError if the file cannot be compiled or does not contain the name. Does not run the file."""
@@ -129,19 +137,26 @@ class FunctionInFile(NamedTuple):
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
         function: Any = vars(module).get(self.name)
-        self.check_call(function)
-        return RewardFunction(function, f"{self.setting}: {self.name}", self.file)
+        return RewardFunction(self.with_kwargs(function), f"{self.setting}: {self.name}", self.file)
 
-    def check_call(self, function: Any) -> None:
-        """Raise ConfigError if the function cannot be called like a reward function."""
+    def with_kwargs(self, function: Any) -> Callable[..., Any]:
+        """The function with its further arguments. Raises ConfigError if it cannot be called like a reward function."""
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"{self.setting}: {self.name} is not a plain function in {self.file}; write it as one")
         with suppress(ValueError):  # builtins and C functions have no signature
+            signature = inspect.signature(function)
+            takes_all = any(one.kind == one.VAR_KEYWORD for one in signature.parameters.values())
+            for name, value in self.kwargs.items():
+                if name in INPUTS or (name not in signature.parameters and not takes_all):
+                    reason = "every call sets it" if name in INPUTS else f"{self.name} in {self.file} does not take it"
+                    key = f"custom_reward_function.reward_kwargs.{name}={show(value)}"
+                    raise ConfigError(f"{key}: {reason}; remove it, or rename the argument")
             try:
-                inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+                signature.bind(**dict.fromkeys(INPUTS), **self.kwargs)
             except TypeError as error:
                 call = f"{self.name}(data_source, solution_str, ground_truth, extra_info=None)"
                 raise ConfigError(f"{self.setting}: cannot be called as {call}: {error}") from error
+        return partial(function, **self.kwargs)
 
 
 def functions_of(
@@ -150,7 +165,8 @@ def functions_of(
     """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError."""
     if custom.path is not None:
         file = Path(custom.path).expanduser().absolute()
-        return {custom.name: FunctionInFile(file, custom.name, f"custom_reward_function.path={file}")}
+        setting = f"custom_reward_function.path={file}"
+        return {custom.name: FunctionInFile(file, custom.name, setting, custom.reward_kwargs)}
     functions: dict[str, FunctionInFile | RewardFunction] = {}
     for text in (entry.function for entry in reward.functions):
         setting = f"reward.functions={text}"
@@ -183,8 +199,8 @@ def load_reward_function(
     if given is not None:
         file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
         setting = f"reward={custom.name}"
-        FunctionInFile(file, custom.name, setting).check_call(given)
-        return RewardFunction(given, setting, file)
+        function = FunctionInFile(file, custom.name, setting, custom.reward_kwargs).with_kwargs(given)
+        return RewardFunction(function, setting, file)
     named = functions_of(custom, reward)
     functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
     if reward.functions:
@@ -206,6 +222,16 @@ def score_batch(function: RewardFunction | WeightedRewards, batch: DataProto, re
         }
         scored.append(function.score(f"{origin} (uid {uid})", solution_str=response, **inputs))
     return scored
+
+
+def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsConfig) -> Scored:
+    """The score with DAPO's penalty, a negative number, for a response with this number of tokens. It grows linearly
+    over the last `len` tokens before `max_resp_len`, up to `penalty_factor`, and further after that."""
+    buffer = keys.overlong_buffer_cfg
+    num_free_tokens = keys.max_resp_len - buffer.len
+    penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
+    logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if buffer.log else {}
+    return Scored(scored.score + penalty, scored.numbers | logged)
 
 
 def _as_scored(result: Any) -> Scored:

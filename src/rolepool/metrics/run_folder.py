@@ -159,6 +159,19 @@ class RunFolder:
             file.write(text)
 
 
+SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}
+"""The names of some columns in files of samples, which are verl's."""
+
+
+def write_samples(key: str, folder: str, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write all samples of a step or validation to STEP.jsonl, in the folder that a key names."""
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    rows = ({**{SAMPLE_NAMES.get(name, name): value for name, value in row.items()}, "step": step} for row in samples)
+    with explained(f"{key}={folder}: {path.name} cannot be written", "fix it and resume"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(row, default=str) + "\n" for row in rows))
+
+
 def console_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step:N - key:value - key:value ...`"""
     return " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
@@ -203,6 +216,11 @@ class Loggers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][0](step, metrics))
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples of a validation, with the loggers that have tables."""
+        if samples:
+            self._try([name for name in self._loggers if name in TABLES], lambda name: TABLES[name](step, samples))
 
     def close(self) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][1]())
@@ -251,4 +269,18 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
     return log, mlflow.end_run
 
 
+def _wandb_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    import wandb
+
+    table = wandb.Table(columns=[*samples[0]], data=[[*sample.values()] for sample in samples])
+    wandb.log({"val/generations": table}, step=step)
+
+
+def _mlflow_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    import mlflow
+
+    mlflow.log_text(json.dumps(samples, indent=2), f"val_generations/step_{step:06d}.json")
+
+
+TABLES = {"wandb": _wandb_table, "mlflow": _mlflow_table}
 MAKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

@@ -5,7 +5,7 @@ class plays which role is in the table of `rolepool.placement.roles`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from rolepool.algorithm.registry import policy_losses
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.config.functions import import_object
-from rolepool.data.prompts import load_tokenizer
+from rolepool.config.model_keys import RewardModelModelConfig
+from rolepool.data.prompts import PromptSet, load_tokenizer
+from rolepool.data.reward_texts import reward_texts
 from rolepool.data.rewards import load_reward_function
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
@@ -88,14 +90,34 @@ def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None =
     """Raise ConfigError, before a process starts, if a model, function or class cannot be loaded."""
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
+    trusted = {keys.path: keys.trust_remote_code for keys in _reward_models(config, plan).values()}
     for key, (path, overrides) in models_of(config, plan).items():
-        read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=dict(overrides))
+        code_may_run = trusted.get(path, trust_remote_code)
+        read_model_config(key, path, trust_remote_code=code_may_run, overrides=dict(overrides))
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
         load_reward_function(config.custom_reward_function, config.reward, reward)
     elif reward is not None:
         raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
+
+
+def check_reward_texts(config: Config, plan: Plan, prompts: Iterable[PromptSet]) -> None:
+    """Raise an error, before a process starts, if a reward model cannot read what the policy writes. The chat template
+    of a reward model is tried with the first prompt of each set."""
+    for role, keys in _reward_models(config, plan).items():
+        key, trusted = f"{ROLE_SPECS[role].model}.path", keys.trust_remote_code
+        model = read_model_config(key, keys.path, trust_remote_code=trusted, overrides={})
+        texts = reward_texts(config, ROLE_SPECS[role].model, model.get_text_config().vocab_size)
+        if texts is not None:
+            for one in prompts:
+                texts.check(one)
+
+
+def _reward_models(config: Config, plan: Plan) -> dict[Role, RewardModelModelConfig]:
+    """The sections of all roles that score texts with a model."""
+    sections = {role: config.at(ROLE_SPECS[role].model) for role in plan.roles}
+    return {role: keys for role, keys in sections.items() if isinstance(keys, RewardModelModelConfig)}
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

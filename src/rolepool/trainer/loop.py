@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,18 +19,20 @@ from rolepool.cluster import Cluster, LiveState, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated
-from rolepool.metrics.run_folder import Loggers, RunFolder
+from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
+from rolepool.protocol import DataProtoFuture
+from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, check_inputs
+from rolepool.trainer.build import build_roles, check_inputs, check_reward_texts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import BadSteps, record, step_row, validate
+from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, record, samples_of, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Trainer:
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
+        check_reward_texts(self.config, self.plan, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         num_epochs = self.config.trainer.total_epochs
         self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
         self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
@@ -206,6 +209,10 @@ class Trainer:
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
+        if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
+            rollouts = cast(DataProtoFuture, step.calls["gen"][0]).get(keys=TOKENS)
+            samples = samples_of(prompts, rollouts, step.estimated.scored, self.tokenizer)
+            write_samples("trainer.rollout_data_dir", folder, number, samples)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         if before is not None:
             self._finish(before, step)
@@ -227,12 +234,16 @@ class Trainer:
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
             return
+        keys = self.config.trainer
         self.live.begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
-        self.folder.add_samples(number, samples)
+        if keys.validation_data_dir is not None:
+            write_samples("trainer.validation_data_dir", keys.validation_data_dir, number, samples)
+        self.folder.add_samples(number, samples[:NUM_SAMPLES])
         self._write(number, metrics)
-        self.observer.on_samples(number, samples)
+        self.observer.on_samples(number, samples[:NUM_SAMPLES])
+        self.loggers.log_samples(number, samples[: keys.log_val_generations])
 
     def _save(self, roles: Roles, number: int) -> None:
         self.live.begin(f"checkpoint of step {number}")

@@ -4,8 +4,10 @@ Owns what a bad step is, the warning about skipped updates, and the error that e
 """
 
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from rolepool.errors import DivergedError
 from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
+from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
 from rolepool.trainer.advantages import describe, repeated
 from rolepool.trainer.checkpoint import Checkpoints
@@ -74,7 +77,8 @@ def step_row(
 def validate(
     config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[Span]]:
-    """Generate responses to validation prompts and score them. Returns metrics, some responses, and the spans.
+    """Generate responses to validation prompts and score them. Returns metrics, some responses (all of them if they are
+    written to a file), and the spans.
 
     Metrics are the mean score of each data source and, with several samples per prompt, the mean of the best scores.
     """
@@ -83,25 +87,19 @@ def validate(
     scores_of: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
     samples: list[dict[str, Any]] = []
     spans: list[Span] = []
+    writes_all, num_logged = config.trainer.validation_data_dir is not None, config.trainer.log_val_generations
+    most_samples = len(prompts) * num_samples if writes_all else max(NUM_SAMPLES, num_logged)
     for batch in validation_batches(prompts, config.data.val_batch_size):
         rows = repeated(batch, num_samples)
         columns = rows.non_tensor_batch
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        scores = scored.get(keys=["scores"]).batch["scores"].double().numpy()
+        scores = scored.get().batch["scores"].double().numpy()
         for source, of_prompt in zip(columns["data_source"][::num_samples], np.split(scores, len(batch)), strict=True):
             scores_of.setdefault(source, []).append(of_prompt)
-        num_recorded = min(len(rows), NUM_SAMPLES - len(samples))
-        responses = rows_of_responses(rollouts.get(keys=TOKENS)[:num_recorded].batch) if num_recorded else ()
-        for index, response in enumerate(responses):
-            sample = {
-                "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
-                "response": tokenizer.decode(response, skip_special_tokens=True),
-                "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
-                "score": float(scores[index]),
-                "data_source": columns["data_source"][index],
-            }
-            samples.append(sample)
+        if len(samples) < most_samples:
+            generated = samples_of(rows, rollouts.get(keys=TOKENS), scored.get(), tokenizer)
+            samples.extend(islice(generated, most_samples - len(samples)))
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics: dict[str, float] = {}
     for source, table in scores_of.items():
@@ -109,6 +107,25 @@ def validate(
         if num_samples > 1:
             metrics[f"val-core/{source}/reward/best@{num_samples}"] = float(np.max(table, axis=1).mean())
     return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
+
+
+def samples_of(
+    prompts: DataProto, rollouts: DataProto, scored: DataProto, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """The texts, ground truth, score and data source of each response, and other numbers of the reward function."""
+    columns, scores = prompts.non_tensor_batch, scored.batch["scores"].tolist()
+    numbers = {name.removeprefix("reward/"): array.tolist() for name, array in scored.non_tensor_batch.items()}
+    for index, response in enumerate(rows_of_responses(rollouts.batch)):
+        sample = {
+            "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
+            "response": tokenizer.decode(response, skip_special_tokens=True),
+            "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
+            "score": scores[index],
+            "data_source": columns["data_source"][index],
+        }
+        # A number that the function did not return for this response is NaN.
+        given = {name: values[index] for name, values in numbers.items() if not math.isnan(values[index])}
+        yield {**sample, **given, **sample}  # a number with the name of a column does not replace it
 
 
 class BadSteps:
