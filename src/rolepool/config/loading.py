@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.hydra_files import load_file
-from rolepool.config.other_keys import SAME_VALUES, find_other, renamed
+from rolepool.config.other_keys import NULL_IS_UNSET, SAME_VALUES, find_other, renamed
 from rolepool.config.schema import SIZE_OR_TOKENS, Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
@@ -123,6 +123,8 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
         if not extensions:
             _import_extensions(tree)
         for path, value in _flatten(tree):
+            if value is None and read.func is _read_source and path.startswith(NULL_IS_UNSET):
+                continue
             if path in all_keys():
                 leaves[path] = _merged(leaves.get(path), _usual(path, value), path)
             elif path not in all_sections() and find_other(path) is not None:

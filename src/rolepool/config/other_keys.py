@@ -28,12 +28,14 @@ SAME_VALUES: dict[str, dict[Any, Any]] = {
     "actor_rollout_ref.actor.optim.min_lr_ratio": {None: 0.0},
     "critic.optim.min_lr_ratio": {None: 0.0},
     "actor_rollout_ref.rollout.name": {"???": "native"},
-    "reward_model.reward_manager": {None: "naive"},
     "custom_reward_function.name": {None: "compute_score"},
     "trainer.save_freq": {0: -1},
     "trainer.test_freq": {0: -1},
 }
 """Other ways to write a value, by key. false is 0."""
+
+NULL_IS_UNSET = ("reward_model.", "custom_reward_function.")
+"""Sections in which null in a file means that the key is not set: newer files of verl have these sections twice."""
 
 Works = Literal["any", "warned", "off"]
 """Which values of a key are accepted: any value; any value, and the user is warned unless it is off; or off alone."""
@@ -88,7 +90,8 @@ OTHER_KEYS = (
     OtherKey(r".+\.(mtp|qat)", "any", "it is not enabled"),
     OtherKey(r"(critic|reward_model|.+\.ref)\.strategy", "off", "only FSDP2 is supported", ("fsdp", "fsdp2")),
     # Sharding
-    OtherKey(r"reward_model\.model\.fsdp_config", "warned", "every GPU of its pool holds the whole reward model"),
+    OtherKey(r"reward_model\.model\.fsdp_config\.param_offload", "warned", "the reward model stays on its GPUs"),
+    OtherKey(r"reward_model\.model\.fsdp_config", "any", "every GPU of its pool holds the whole reward model"),
     OtherKey(rf"{_FSDP}\.(wrap_policy|forward_prefetch|reshard_after_forward|use_orig_params)", "any", _OWN_CHOICE),
     OtherKey(rf"{_FSDP}\.(forward_only|full_determinism|seed|grad_offload|use_no_sync_\w+)", "any", _OWN_CHOICE),
     OtherKey(rf"{_FSDP}\.offload_policy", "off", "use param_offload and optimizer_offload"),
