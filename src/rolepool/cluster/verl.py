@@ -101,4 +101,4 @@ class RayWorkerGroup:
         proxies = self.__dict__.get("_proxies", {})
         if len(proxies) != 1:
             raise AttributeError(f"{name}: the group has the classes {list(proxies)}; call spawn(), and use its result")
-        return getattr(*proxies.values(), name)
+        return getattr(next(iter(proxies.values())), name)

@@ -300,13 +300,13 @@ class DataProto:
             raise DataError(f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers")
         self._replace_with(self.select_idxs(rows))
 
-    def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
+    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch. See also `pad_rows`."""
-        if padding_candidate not in ("", "first", "last"):  # verl's default is ""
+        if padding_candidate not in ("", "first", "last"):  # verl's default is "", which means the last row
             raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
         if padding_size < 0 or (padding_size and len(self) == 0):
             raise DataError(f"{padding_size} rows of padding cannot be appended to {len(self)} rows ({self._keys()})")
-        candidate = len(self) - 1 if padding_candidate == "last" else 0
+        candidate = 0 if padding_candidate == "first" else len(self) - 1
         rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
         self._replace_with(self.select_idxs(rows))
 
