@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,3 +141,15 @@ def test_a_mesh_that_the_group_does_not_have_is_refused_with_what_to_write(
 def test_a_pool_of_a_plan_is_refused_with_what_to_write() -> None:
     with pytest.raises(DataError, match=r"resource_pool is a ResourcePool; write RayResourcePool\(\[2\]\)"):
         RayWorkerGroup(ResourcePool((2,)), RayClassWithInitArgs(Scorer, {}))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_runs(root: Path, tmp_path: Path) -> None:
+    page = (root / "docs/from_verl.md").read_text(encoding="utf-8")
+    program = re.search(r"```python\n# verl_worker\.py\n(.*?)```", page, flags=re.DOTALL)
+    assert program is not None
+    (tmp_path / "verl_worker.py").write_text(program[1], encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "verl_worker.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.splitlines()[-1] == "tensor([2., 2., 2., 3., 3.])", ended.stderr

@@ -82,8 +82,9 @@ class RayWorkerGroup:
         tensor_parallel: int = 1,
     ) -> None:
         if not isinstance(resource_pool, RayResourcePool):
-            kind = type(resource_pool).__name__
-            raise DataError(f"resource_pool is a {kind}; write RayResourcePool([2]) for 2 processes on one node")
+            raise DataError(
+                f"resource_pool is a {type(resource_pool).__name__}; write RayResourcePool([2]), for example"
+            )
         made, group = ray_cls_with_init, resource_pool.group
         classes = {name_prefix or made.cls.__name__: made} if isinstance(made, RayClassWithInitArgs) else made
         self.world_size = resource_pool.world_size

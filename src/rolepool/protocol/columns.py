@@ -128,9 +128,7 @@ def same_value(a: Any, b: Any, around: frozenset[tuple[int, int]] = frozenset())
         return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(a[key], b[key], around) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        if type(a) is not type(b) or len(a) != len(b):
-            return False
+    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
         return all(same_value(one, other, around) for one, other in zip(a, b, strict=True))
     try:
         return bool(a == b) or bool(a != a and b != b)
