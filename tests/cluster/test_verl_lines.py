@@ -149,7 +149,6 @@ def test_the_program_of_the_page_runs(root: Path, tmp_path: Path) -> None:
     program = re.search(r"```python\n# verl_worker\.py\n(.*?)```", page, flags=re.DOTALL)
     assert program is not None
     (tmp_path / "verl_worker.py").write_text(program[1], encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, "verl_worker.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "verl_worker.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.splitlines()[-1] == "tensor([2., 2., 2., 3., 3.])", ended.stderr

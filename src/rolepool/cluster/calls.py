@@ -174,9 +174,8 @@ def _has_rows(value: Any) -> bool:
     """Whether there is a batch, a tensor or an array in a value, at any depth."""
     if isinstance(value, list | tuple | dict):
         return any(map(_has_rows, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Batch | TensorDictBase) or (
-        isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
-    )
+    is_column = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    return is_column or isinstance(value, Batch | TensorDictBase)
 
 
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:

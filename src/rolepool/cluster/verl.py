@@ -82,9 +82,7 @@ class RayWorkerGroup:
         tensor_parallel: int = 1,
     ) -> None:
         if not isinstance(resource_pool, RayResourcePool):
-            raise DataError(
-                f"resource_pool is a {type(resource_pool).__name__}; write RayResourcePool([2]), for example"
-            )
+            raise DataError(f"resource_pool is a {type(resource_pool).__name__}; write RayResourcePool([2])")
         made, group = ray_cls_with_init, resource_pool.group
         classes = {name_prefix or made.cls.__name__: made} if isinstance(made, RayClassWithInitArgs) else made
         self.world_size = resource_pool.world_size
