@@ -18,8 +18,9 @@ import torch
 from tensordict import TensorDict
 
 from rolepool.cluster.calls import Call, pack_call, resolve_arguments, splittable, unpack_call, without_padding
-from rolepool.errors import DataError
+from rolepool.errors import DataError, PlacementError
 from rolepool.models.micro_batches import balanced, num_passes, rank_order
+from rolepool.placement import ResourcePoolManager, Role
 from rolepool.protocol import (
     DataProto,
     DataProtoConfig,
@@ -454,3 +455,24 @@ def test_a_method_with_a_named_mesh_splits_batches_over_the_data_parallel_ranks(
     assert len(make(1, 1)) == len(make(2, 2)) == 4
     with pytest.raises(DataError, match=r"mesh 'train': .* of rank 1 is \(0, False\), but here it is \(1, True\); set"):
         make(1, 2)
+
+
+# Roles
+
+
+def test_one_name_puts_actor_rollout_and_reference_into_a_pool() -> None:
+    manager = ResourcePoolManager({"all": [2], "other": [1]}, {Role.ActorRolloutRef: "all", Role.Critic: "other"})
+    assert manager.roles == {Role.Actor: "all", Role.Rollout: "all", Role.RefPolicy: "all", Role.Critic: "other"}
+    for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Rollout):
+        assert manager.get_resource_pool(role).world_size == 2
+
+
+def test_a_reference_has_one_pool() -> None:
+    with pytest.raises(PlacementError, match=r"placement\.roles\.ref=b: ref is also placed in a"):
+        ResourcePoolManager({"a": [1], "b": [1]}, {Role.ActorRolloutRef: "a", Role.RefPolicy: "b"})
+
+
+@pytest.mark.parametrize("role", [Role.Env, Role.TeacherModel])
+def test_roles_that_are_not_built_in_are_named_with_those_that_are(role: Role) -> None:
+    with pytest.raises(PlacementError, match=rf"there is no role {role}; the roles are actor, .*, actor_rollout_ref"):
+        ResourcePoolManager({"a": [1]}, {role: "a"})

@@ -154,7 +154,7 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
 
 
-def splittable(what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def splittable(what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a method in a mode of `SPLITTING`; TensorDicts become batches.
 
     Raises a DataError that names the method (`what`) and the argument if it has rows that would not be split.
