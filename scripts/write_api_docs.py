@@ -116,8 +116,9 @@ def signature(node: ast.FunctionDef, name: str, *, is_long: bool = False) -> str
 
 def parameters(arguments: ast.arguments) -> Iterator[str]:
     """Each parameter with its type and default, and `*` before those that must be named."""
-    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
-    for argument, default in zip(arguments.args, defaults, strict=True):
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    for argument, default in zip(positional, defaults, strict=True):
         if argument.arg not in ("self", "cls"):
             yield ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
     if arguments.vararg is not None or arguments.kwonlyargs:

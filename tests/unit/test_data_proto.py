@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rolepool.protocol import (
     DataProto,
     DataProtoItem,
     collate_fn,
+    encode,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
@@ -393,13 +395,13 @@ def test_an_empty_batch_needs_no_padding_to_any_divisor() -> None:
 
 
 def test_padding_appends_the_first_or_the_last_row_in_place() -> None:
+    for candidate, row in (("first", 0), ("last", 2), ("", 2)):
+        data = batch(3)
+        data.padding(2, padding_candidate=candidate)
+        assert rows_in(data) == [0, 1, 2, row, row]
     data = batch(3)
-    data.padding(2)
-    data.padding(1, padding_candidate="last")
-    assert rows_in(data) == [0, 1, 2, 0, 0, 0]
-    data = batch(3)
-    data.padding(2, padding_candidate="last")
-    assert rows_in(data) == [0, 1, 2, 2, 2]
+    data.padding(1)
+    assert rows_in(data) == [0, 1, 2, 2]
     with pytest.raises(DataError, match="'middle'"):
         data.padding(1, padding_candidate="middle")
 
@@ -669,3 +671,80 @@ def test_nested_tensors_that_vary_in_another_dimension_are_refused() -> None:
     assert is_ragged(rows)
     with pytest.raises(DataError, match=r"'n'.*layout=torch\.jagged, untransposed"):
         DataProto.from_dict({"n": rows.transpose(1, 2)})
+
+
+# --- values that contain themselves -------------------------------------------------------------------------------
+
+
+def array_inside_itself(*others: Any) -> Any:
+    array = np.fromiter([None, *others], object)
+    array[0] = array
+    return array
+
+
+def test_a_batch_with_an_array_inside_itself_is_printed_compared_copied_and_sent() -> None:
+    data = DataProto.from_dict({"x": torch.arange(2)}, {"loop": array_inside_itself("end")})
+    nested = DataProto.from_dict(non_tensors={"names": [array_inside_itself(), "b"]}, meta_info={"loop": [data]})
+    assert "'loop': 'object[2]'" in repr(data)
+    assert "loop: ndarray(2,) (object)" in data.get_data_info()
+    for copied in (copy.deepcopy(data), encode(data).decode(), data.select(deepcopy=True)):
+        loop = copied.non_tensor_batch["loop"]
+        assert loop[0] is loop and loop is not data.non_tensor_batch["loop"], "the copy is inside of itself, too"
+        assert_same(copied, data)
+    assert copy.deepcopy(nested).non_tensor_batch["names"][0][0].dtype == object
+    assert rows_of_column(DataProto.concat(data.chunk(2))) == ["end"]
+
+
+def rows_of_column(data: DataProto) -> list[Any]:
+    return [row for row in data.non_tensor_batch["loop"] if isinstance(row, str)]
+
+
+def test_a_union_compares_arrays_inside_themselves_and_ends() -> None:
+    one, same, other = array_inside_itself(1), array_inside_itself(1), array_inside_itself(2)
+    union_numpy_dict({"loop": one}, {"loop": same})
+    for different in (other, np.fromiter([None, 1], object)):
+        with pytest.raises(DataError, match="'loop' is in both batches with different content"):
+            union_numpy_dict({"loop": one}, {"loop": different})
+    first, second = [1], [1]
+    first.append(first)  # type: ignore[arg-type]
+    second.append(second)  # type: ignore[arg-type]
+    assert same_value(first, second) and not same_value(first, [1, [2]])
+
+
+def test_what_cannot_be_written_or_sent_because_it_contains_itself_is_named(tmp_path: Path) -> None:
+    data = DataProto.from_dict(non_tensors={"loop": array_inside_itself()}, meta_info={})
+    with pytest.raises(DataError, match=r"non_tensor_batch\['loop'\]\[0\]\[0\] is inside of itself"):
+        data.save_to_disk(tmp_path / "batch")
+    assert list(tmp_path.iterdir()) == []
+    data.non_tensor_batch["loop"][0] = data
+    with pytest.raises(DataError, match="cannot be sent: a DataProto contains itself"):
+        encode(data)
+
+
+# --- what a batch has ---------------------------------------------------------------------------------------------
+
+
+def test_the_keys_are_listed_with_shapes_and_types() -> None:
+    lines = batch(3, step=7, metrics={"loss": [1.0]}).get_data_info().splitlines()
+    assert re.fullmatch(r"  jagged: \(3, j\d+\) \(torch\.int64\) cpu", lines.pop(3))
+    assert lines == [
+        *("batch", "  x: (3, 2) (torch.int64) cpu", "  half: (3,) (torch.bfloat16) cpu"),
+        *("non_tensor_batch", "  names: ndarray(3,) (object)", "  scores: ndarray(3,) (float64)"),
+        *("meta_info", "  step: int", "  metrics: dict"),
+    ]
+    assert DataProto().get_data_info() == "batch\nnon_tensor_batch\nmeta_info"
+
+
+def test_parts_that_are_none_are_empty() -> None:
+    data = DataProto(batch=None, non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
+    assert (len(data), data.non_tensor_batch, data.meta_info) == (0, {}, {})
+    data.union(DataProto(TensorDict({"x": torch.arange(3)}, [3]), None, None))  # type: ignore[arg-type]
+    assert data[1].batch["x"] == 1
+
+
+def test_columns_that_cannot_be_split_into_chunks_are_named() -> None:
+    for key, n_split in (("x", 3), ("half", 2), ("jagged", 2), ("names", 2)):
+        with pytest.raises(DataError, match=rf"unfold_column_chunks splits .* that {n_split} divides; '{key}' is"):
+            batch().unfold_column_chunks(n_split, [key])
+    with pytest.raises(DataError, match=r"no keys \['y'\]"):
+        batch().unfold_column_chunks(2, ["y"])

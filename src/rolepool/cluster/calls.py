@@ -15,12 +15,13 @@ import ray
 import torch
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol import futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
-from rolepool.protocol.data import DataProto
+from rolepool.protocol.data import DataProto, batch_to_tensordict, tensordict_to_batch
 from rolepool.protocol.encoding import Encoded, encode
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
 from rolepool.protocol.worker import Dispatch
@@ -98,6 +99,10 @@ class Call(NamedTuple):
 PER_DP_GROUP = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 """Modes in which only the first rank of each data-parallel group returns a result."""
 
+Batch = DataProto | DataProtoFuture
+SPLITTING = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
+"""Modes in which batches are split."""
+
 Objects = list[tuple[Any, Any]]
 """References of a message: pairs of a reply and the data that is stored for it, or of a batch and None.
 
@@ -147,6 +152,30 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
     args = [pack(value) for value in call.args]
     kwargs = {name: pack(value) for name, value in call.kwargs.items()}
     return cloudpickle.dumps(tuple(call._replace(args=args, kwargs=kwargs))), objects
+
+
+def splittable(what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a method in a mode of `SPLITTING`; TensorDicts become batches.
+
+    Raises a DataError that names the method (`what`) and the argument if it has rows that would not be split.
+    """
+    args, kwargs = [*map(tensordict_to_batch, args)], {key: tensordict_to_batch(one) for key, one in kwargs.items()}
+    others = [item for item in (*enumerate(args), *kwargs.items()) if not isinstance(item[1], Batch)]
+    has_batch = len(others) < len(args) + len(kwargs)
+    for name, value in others:
+        if _has_rows(value) or (isinstance(value, list | tuple) and not has_batch):
+            problem = f"argument {name} is a {type(value).__name__}, which cannot be split over the ranks"
+            fix = "pass rows in a DataProto or TensorDict, and what all ranks need in the meta_info of one"
+            raise DataError(f"{what}: {problem}; {fix}. Dispatch.ONE_TO_ALL sends all arguments whole")
+    return args, kwargs
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether there is a batch, a tensor or an array in a value, at any depth."""
+    if isinstance(value, list | tuple | dict):
+        return any(map(_has_rows, value.values() if isinstance(value, dict) else value))
+    is_column = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    return is_column or isinstance(value, Batch | TensorDictBase)
 
 
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
@@ -216,8 +245,8 @@ def _resolve(argument: Any, objects: Sequence[Any], shares: list[Share]) -> Any:
     shares.append(share)
     batch = futures.join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
     if share.size and not share.rows:
-        return pad_rows(batch, share.size)[1:]
-    return pad_rows(batch, share.size - len(share.rows))
+        return batch_to_tensordict(pad_rows(batch, share.size)[1:])
+    return batch_to_tensordict(pad_rows(batch, share.size - len(share.rows)))
 
 
 def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:

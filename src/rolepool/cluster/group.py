@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
-from rolepool.cluster.calls import PER_DP_GROUP, Call, fetch_stored, pack_call, reason_of, sources_of, unpack_reply
+from rolepool.cluster import calls
 from rolepool.cluster.launch import Process, await_all, cause_of
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
@@ -63,6 +63,7 @@ class WorkerGroup:
         self,
         role: str,
         worker_class: type[Worker],
+        /,
         *args: Any,
         tensor_parallel: int = 1,
         blocking: bool = True,
@@ -189,24 +190,26 @@ class RoleProxy:
         chosen = next(choice for choice in (blocking, self.blocking, spec.blocking) if choice is not None)
         return future.get() if chosen else future
 
-    def _submit(self, name: str, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+    def _submit(self, name: str, spec: MethodSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> CallFuture:
         self.group.raise_if_broken()
         if spec.dispatch_fn is not None:
             args, kwargs = spec.dispatch_fn(self, *args, **kwargs)
+        elif spec.dispatch in calls.SPLITTING:
+            args, kwargs = calls.splittable(f"{self.role_name}.{name}", args, kwargs)
         only_zero = spec.execute is Execute.RANK_ZERO or spec.dispatch is Dispatch.RANK_ZERO
         processes = self.group.processes[:1] if only_zero else self.group.processes
-        sources = list(sources_of((*args, *kwargs.values())))
+        sources = list(calls.sources_of((*args, *kwargs.values())))
         after = tuple(sorted({source.number for source in sources}))
-        call = Call(self.role_name, name, args, kwargs, time.time(), next_call_number(), after)
+        call = calls.Call(self.role_name, name, args, kwargs, time.time(), next_call_number(), after)
         num_parts = self._num_parts(call, spec, len(processes))
-        stride = self.tp_size if spec.dispatch in PER_DP_GROUP else 1
+        stride = self.tp_size if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
         returns_rows = spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
             if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
-                packed, objects = pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
+                packed, objects = calls.pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
                 references = [[stored for _, stored in objects], *(direct for direct, _ in objects)] if objects else []
             run = process.actor.run_rows if returns_rows else process.actor.run
             answer = run.remote(packed, *references)
@@ -216,9 +219,9 @@ class RoleProxy:
         collect = collect_first if only_zero else collect_list
         return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
 
-    def _num_parts(self, call: Call, spec: MethodSpec, num_ranks: int) -> int:
+    def _num_parts(self, call: calls.Call, spec: MethodSpec, num_ranks: int) -> int:
         """The number of different messages; neighbouring ranks get the same one. Checks the lengths of lists."""
-        if spec.dispatch not in (*PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (call.args or call.kwargs):
+        if spec.dispatch not in (*calls.PER_DP_GROUP, Dispatch.ALL_TO_ALL) or not (call.args or call.kwargs):
             return 1
         num_parts = num_ranks if spec.dispatch is Dispatch.ALL_TO_ALL else min(num_ranks, self.dp_size)
         for key, value in (*enumerate(call.args), *call.kwargs.items()) if spec.dispatch in LISTS else ():
@@ -286,7 +289,7 @@ class PendingCall:
 
     def fetch(self, replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         try:
-            return fetch_stored(replies)
+            return calls.fetch_stored(replies)
         except WorkerError as error:
             raise (self.group.known_failure(error) or error) from None
 
@@ -299,7 +302,8 @@ class PendingCall:
         while self._replies is None:
             try:
                 packed = ray.get(self.all_refs, timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-                self._replies = [unpack_reply(one, pair[1]) for one, pair in zip(packed, self.all_objects, strict=True)]
+                pairs = zip(packed, self.all_objects, strict=True)
+                self._replies = [calls.unpack_reply(one, stored) for one, (_, stored) in pairs]
                 self.sources = ()
             except GetTimeoutError:
                 self.group.raise_if_broken()
@@ -331,9 +335,9 @@ def error_of(answer: Any) -> RayError | None:
 def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
     """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
     if isinstance(cause, ActorGoneError):
-        return [(process, reason_of(cause)) for process in processes if is_death_of(process, cause)]
+        return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]
     asked = [process.actor.ping.remote() for process in processes]
     ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
     found = zip(processes, map(error_of, asked), strict=True)
-    return [(process, reason_of(error)) for process, error in found if error and is_death_of(process, error)]
+    return [(process, calls.reason_of(error)) for process, error in found if error and is_death_of(process, error)]

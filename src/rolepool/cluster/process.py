@@ -35,7 +35,7 @@ from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
-from rolepool.protocol.data import DataProto
+from rolepool.protocol.data import DataProto, tensordict_to_batch
 from rolepool.protocol.futures import Reply, encode_result
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.worker import (
@@ -214,7 +214,7 @@ class WorkerProcess:
                 if dispatch in PER_DP_GROUP and worker.context.tp_rank:
                     result = None
                 elif dispatch is Dispatch.DP_COMPUTE_PROTO:
-                    result = without_padding(result, share)
+                    result = without_padding(tensordict_to_batch(result), share)
                 value, header, large = encode_result(result)
         except Exception as error:
             raise self._explain(error, call.role, call.method) from None

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rolepool.config import Config
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
 from rolepool.errors import ConfigError, PlacementError
-from rolepool.placement.roles import ROLE_SPECS, Role, home_of
+from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of
 
 DRIVER = "driver"
 """The pool name in spans of the driver itself, which computes advantages and writes checkpoints."""
@@ -121,7 +121,7 @@ class ResourcePoolManager:
                 form = "a list of processes per node such as [2, 2] (integers, at least one of them over 0)"
                 shared = "{per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
                 problems.append(f"pool {name}: {spec} must be {form}, or {shared}")
-        names = [*ROLE_SPECS, Role.ActorRollout]
+        names = [*ROLE_SPECS, *COMBINED_ROLES]
         homes: dict[Role, str] = {}
         for name, home in self.mapping.items():
             key = f"placement.roles.{name}={home}"

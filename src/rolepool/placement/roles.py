@@ -21,7 +21,11 @@ from rolepool.errors import ConfigError, PlacementError
 
 
 class Role(str):
-    """The name of a role. The attributes are the built-in names. `ActorRollout` means actor and rollout in one pool."""
+    """The name of a role. The attributes are verl's names.
+
+    `ActorRollout` and `ActorRolloutRef` mean several roles in one pool. `Env` and `TeacherModel` are not built in: they
+    can be used after `register_role` has added roles with these names.
+    """
 
     __slots__ = ()
 
@@ -31,11 +35,14 @@ class Role(str):
     Critic: ClassVar[Role]
     RewardModel: ClassVar[Role]
     ActorRollout: ClassVar[Role]
+    ActorRolloutRef: ClassVar[Role]
+    Env: ClassVar[Role]
+    TeacherModel: ClassVar[Role]
 
     @property
     def parts(self) -> tuple[Role, ...]:
         """The single roles that this name stands for."""
-        return (Role.Actor, Role.Rollout) if self == Role.ActorRollout else (self,)
+        return COMBINED_ROLES.get(self, (self,))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
@@ -44,6 +51,13 @@ class Role(str):
 
 Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role("ref")
 Role.Critic, Role.RewardModel, Role.ActorRollout = Role("critic"), Role("reward_model"), Role("actor_rollout")
+Role.ActorRolloutRef, Role.Env, Role.TeacherModel = Role("actor_rollout_ref"), Role("env"), Role("teacher")
+
+COMBINED_ROLES: dict[Role, tuple[Role, ...]] = {
+    Role.ActorRollout: (Role.Actor, Role.Rollout),
+    Role.ActorRolloutRef: (Role.Actor, Role.Rollout, Role.RefPolicy),
+}
+"""Names for several roles in one pool."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +244,7 @@ Operations of added roles come last."""
 def register_role(spec: RoleSpec) -> None:
     """Add a role: all that is derived from the table then works for it, and its keys are `roles.NAME.*`."""
     for name in [spec.name, *(operation.name for operation in spec.operations)]:
-        if name in {*ROLE_SPECS, Role.ActorRollout, *OPERATIONS}:
+        if name in {*ROLE_SPECS, *COMBINED_ROLES, *OPERATIONS}:
             raise ConfigError(f"register_role: the name {name} is already used; choose another name")
     add_role_keys(spec.name, spec.settings)
     ROLE_SPECS[Role(spec.name)] = spec
@@ -262,7 +276,7 @@ def longest_row(config: Config, role: Role) -> int:
 
 
 def home_of(role: Role, roles: Mapping[Role, str]) -> str:
-    """The name of a role's pool. `actor_rollout` has one if both of its roles are in the same pool."""
+    """The name of a role's pool. A name for several roles has one if all of them are in the same pool."""
     names = {roles.get(part) for part in Role(role).parts}
     name = names.pop()
     if names or name is None:

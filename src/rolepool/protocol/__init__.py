@@ -9,9 +9,12 @@ from .data import DataProto, DataProtoItem
 from .encoding import Encoded, encode
 from .futures import CallFuture, DataProtoFuture
 from .ragged import pad_ragged, ragged, unpad
-from .worker import Dispatch, Execute, Worker, WorkerContext, register
+from .worker import Dispatch, Execute, Worker, WorkerContext, make_nd_compute_dataproto_dispatch_fn, register
 
-__all__ = ["CallFuture", "DataProto", "DataProtoFuture", "DataProtoItem", "Dispatch", "Encoded", "Execute"]
-__all__ += ["RowIndexError", "Worker", "WorkerContext", "collate_fn", "encode", "fold_batch_dim"]
-__all__ += ["pad_dataproto_to_divisor", "pad_ragged", "ragged", "register", "unfold_batch_dim", "union_numpy_dict"]
-__all__ += ["union_tensor_dict", "unpad", "unpad_dataproto"]
+DataProtoConfig = DataProto
+"""verl's name for the class that has `auto_padding`."""
+
+__all__ = ["CallFuture", "DataProto", "DataProtoConfig", "DataProtoFuture", "DataProtoItem", "Dispatch", "Encoded"]
+__all__ += ["Execute", "RowIndexError", "Worker", "WorkerContext", "collate_fn", "encode", "fold_batch_dim"]
+__all__ += ["make_nd_compute_dataproto_dispatch_fn", "pad_dataproto_to_divisor", "pad_ragged", "ragged", "register"]
+__all__ += ["unfold_batch_dim", "union_numpy_dict", "union_tensor_dict", "unpad", "unpad_dataproto"]

@@ -59,7 +59,7 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
     if num_rows == 0:
         return data
     padded = data.select()
-    padded.padding(num_rows)
+    padded.padding(num_rows, "first")
     for key, column in padded.columns().items():
         if not key.endswith(("mask", "weight", "weights")) or key.endswith("attention_mask"):
             continue

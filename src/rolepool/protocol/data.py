@@ -40,6 +40,7 @@ from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, 
 logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_rolepool_auto_padding"
+TENSORDICT_KEY = "_rolepool_tensordict"
 
 Keys = str | Sequence[str] | None
 
@@ -59,7 +60,10 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """Rows of tensors (`batch`, a flat TensorDict or None) and arrays (`non_tensor_batch`), with `meta_info`."""
+    """Rows of tensors (`batch`, a flat TensorDict or None) and arrays (`non_tensor_batch`), with `meta_info`.
+
+    If `non_tensor_batch` or `meta_info` is None, it becomes an empty dict.
+    """
 
     batch: Any = None  # TensorDict | None; it is typed as Any so that readers need no check for None
     non_tensor_batch: Arrays = field(default_factory=dict)
@@ -68,6 +72,8 @@ class DataProto:
     auto_padding: ClassVar[bool] = False  # if True, every batch may be padded to a size that the ranks divide
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -201,6 +207,17 @@ class DataProto:
         logger.info(text)
         return text
 
+    def get_data_info(self) -> str:
+        """The keys, one in a line: columns with their shape, type and device, and `meta_info` with types."""
+        lines = ["batch"]
+        for key, tensor in ({} if self.batch is None else self.batch).items():
+            lines.append(f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}")
+        lines.append("non_tensor_batch")
+        lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        lines.append("meta_info")
+        lines += [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
+        return "\n".join(lines)
+
     def is_padding_enabled(self) -> bool:
         """Whether a call may pad this batch to a size that its ranks divide (enabled for this batch, or for all)."""
         return bool(self.meta_info.get(AUTO_PADDING_KEY)) or type(self).auto_padding
@@ -266,6 +283,16 @@ class DataProto:
             raise DataError(f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
 
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
+        """`n_split` rows for every row: `split_keys` are split along their second dimension, other columns repeated."""
+        columns = self.repeat(n_split).columns()
+        for key, column in _picked(self.columns(), _as_list(split_keys), "the batch").items():
+            if n_split < 1 or is_ragged(column) or column.ndim < 2 or column.shape[1] % n_split:
+                form = f"dense columns with a second dimension that {n_split} divides"
+                raise DataError(f"unfold_column_chunks splits {form}; {key!r} is {operations.describe(column)}")
+            columns[key] = column.reshape(-1, column.shape[1] // n_split, *column.shape[2:])
+        return self.like(columns, len(self) * n_split)
+
     def reorder(self, indices: Any) -> None:
         """Put the rows in this order, a permutation of the row numbers. Changes this batch."""
         rows = torch.arange(len(self))[operations.rows_of(indices, len(self))]
@@ -273,13 +300,13 @@ class DataProto:
             raise DataError(f"reorder needs every one of {len(self)} rows once; got {len(rows)} row numbers")
         self._replace_with(self.select_idxs(rows))
 
-    def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
+    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` copies of the "first" or the "last" row. Changes this batch. See also `pad_rows`."""
-        if padding_candidate not in ("", "first", "last"):  # verl's default is ""
+        if padding_candidate not in ("", "first", "last"):  # verl's default is "", which means the last row
             raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
         if padding_size < 0 or (padding_size and len(self) == 0):
             raise DataError(f"{padding_size} rows of padding cannot be appended to {len(self)} rows ({self._keys()})")
-        candidate = len(self) - 1 if padding_candidate == "last" else 0
+        candidate = 0 if padding_candidate == "first" else len(self) - 1
         rows = torch.cat([torch.arange(len(self)), torch.full((padding_size,), candidate)])
         self._replace_with(self.select_idxs(rows))
 
@@ -421,7 +448,12 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
-        return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
+        parts = self.non_tensor_batch, self.meta_info
+        try:
+            parts = copy.deepcopy(parts, memo)
+        except RecursionError:  # an array that contains itself: numpy copies it without end, and pickle does not
+            parts = encode(parts).decode()
+        return type(self)(batch, *parts)
 
     def __repr__(self) -> str:
         columns = {key: operations.describe(column) for key, column in self.columns().items()}
@@ -438,6 +470,21 @@ class DataProto:
 
 def _restore(cls: type[Any], encoded: Encoded) -> Any:
     return cls(*encoded.decode())
+
+
+def tensordict_to_batch(value: Any) -> Any:
+    """A TensorDict with rows as a batch that `batch_to_tensordict` recognizes. Other values are returned unchanged."""
+    if not isinstance(value, TensorDictBase) or not value.batch_size:
+        return value
+    return DataProto.from_tensordict(value, {TENSORDICT_KEY: True}, len(value.batch_size))
+
+
+def batch_to_tensordict(value: Any) -> Any:
+    """The TensorDict that a batch was made of by `tensordict_to_batch`. Other values are returned unchanged."""
+    if not isinstance(value, DataProto) or TENSORDICT_KEY not in value.meta_info:
+        return value
+    value.pop(meta_info_keys=TENSORDICT_KEY)
+    return value.to_tensordict()
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:

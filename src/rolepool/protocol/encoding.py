@@ -107,9 +107,15 @@ def encode(value: Any) -> Encoded:
     """Pickle a value. The bytes of every tensor and numeric array in it, at any depth, become buffers.
 
     The buffers of contiguous CPU tensors and arrays are views, not copies: send them before the originals change.
+    Lists, dicts and arrays may contain themselves.
     """
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
+    try:
+        _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
+    except pickle.PicklingError as error:
+        if isinstance(error.__cause__, RecursionError):
+            raise DataError("cannot be sent: a DataProto contains itself, or the value is nested too deeply") from None
+        raise
     is_column = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
     return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers], is_column)
 
@@ -304,14 +310,20 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
     return None if batch_size is None else TensorDict(columns, batch_size), arrays, content["meta_info"]
 
 
-def _as_json(value: Any, name: str) -> Any:
-    """The value as JSON can hold it. Numbers of numpy become Python's, and tuples and arrays become lists."""
+def _as_json(value: Any, name: str, around: tuple[int, ...] = ()) -> Any:
+    """The value as JSON can hold it. Numbers of numpy become Python's, and tuples and arrays become lists.
+
+    `around` has the ids of the containers that the value is in.
+    """
     if isinstance(value, np.generic):
         value = value.item()
+    if id(value) in around:
+        raise DataError(f"{name} is inside of itself, which a JSON file cannot hold")
+    inside = (*around, id(value))
     if isinstance(value, dict):
-        return {str(key): _as_json(item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {str(key): _as_json(item, f"{name}[{key!r}]", inside) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [_as_json(item, f"{name}[{number}]") for number, item in enumerate(value)]
+        return [_as_json(item, f"{name}[{number}]", inside) for number, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     kind = type(value)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.columns import merge_meta_info
-from rolepool.protocol.data import DataProto
+from rolepool.protocol.data import DataProto, batch_to_tensordict
 from rolepool.protocol.encoding import Encoded, decode_all, encode
 
 RowNumbers = npt.NDArray[np.int64]
@@ -226,12 +226,13 @@ class DataProtoFuture(CallFuture):
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
 
-        If the method returned lists, the result is the joined list. If it returned other values, it is a list of them.
+        If the method returned TensorDicts, the result is one TensorDict; if it returned lists, the joined list. If it
+        returned other values, the result is a list of them.
         """
         if self._is_plain and any(reply.header is None for reply in replies_of(self.calls, timeout_s)):
             return super().get(timeout_s)
         wanted = None if keys is None else frozenset(keys)
-        return join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes])
+        return batch_to_tensordict(join_stripes([stripe.load(wanted, timeout_s) for stripe in self.stripes]))
 
     def __len__(self) -> int:
         """Number of rows. Waits for the result's header, not for its data."""

@@ -103,6 +103,13 @@ class Worker:
         """Overrides that make this role hold less memory between its calls, while other roles of its process run."""
         return ()
 
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Check what a worker of verl says about its mesh. How batches are split is decided when the role is added."""
+        given, known = (dp_rank, is_collect), (self.context.dp_rank, self.context.tp_rank == 0)
+        if given != known:
+            difference = f"(dp_rank, is_collect) of rank {self.rank} is {given}, but here it is {known}"
+            raise DataError(f"mesh {mesh_name!r}: {difference}; set tensor_parallel when the role is added")
+
     @property
     def rank(self) -> int:
         return self.context.rank
@@ -191,6 +198,11 @@ def register(
         return method
 
     return mark
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
+    """The mode that verl's function of this name stands for. Here a role has one mesh, so the name has no effect."""
+    return Dispatch.DP_COMPUTE_PROTO
 
 
 def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
