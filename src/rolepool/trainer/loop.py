@@ -30,7 +30,7 @@ from rolepool.trainer.build import build_roles, check_inputs
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import BadSteps, record, step_row, validate
+from rolepool.trainer.rows import BadSteps, length_metrics, record, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,8 @@ class Trainer:
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
+        lengths = step.estimated.lengths
+        step.estimated.metrics.update(length_metrics(self.config, lengths, roles.actor.dp_size, number))
         if before is not None:
             self._finish(before, step)
         is_last = number == self.num_steps
