@@ -78,6 +78,8 @@ class RuleReward(Worker):
         scored = score_batch(self.function, data, texts)
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        columns = {NUMBERS: [row.numbers for row in scored], PRED: [row.pred for row in scored]}
-        arrays = {name: np.fromiter(column, object) for name, column in columns.items()}
+        arrays = {
+            NUMBERS: np.fromiter((row.numbers for row in scored), object),
+            PRED: np.fromiter((row.pred for row in scored), object),
+        }
         return DataProto.from_dict({"scores": scores}, non_tensors=arrays)
