@@ -74,6 +74,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert first.score == 0.5
     assert first.numbers == {"length": 3, "is_seven": 1, "level": 0, "source_length": 12}
     assert second.numbers == {"length": 0, "is_seven": 0, "level": 3, "source_length": 11}
+    assert (first.pred, second.pred) == ("abc", "")
+
+
+def test_the_answer_may_be_a_number_and_a_sum_takes_the_first_one(tmp_path: Path) -> None:
+    number = custom(tmp_path, "def compute_score(**row):\n    return {'score': 1, 'pred': 7}\n")
+    (first, _) = score_batch(number, batch(), ["", ""])
+    assert (first.numbers, first.pred) == ({"pred": 7}, "7.0")
+    (summed, _) = score_batch(of_keys("reward.functions=[exact_match,math_dapo]"), batch(), ["Answer: $7$", ""])
+    assert summed.pred == "7"
 
 
 def test_the_function_may_have_another_name_and_take_keywords(tmp_path: Path) -> None:

@@ -288,7 +288,9 @@ def test_math_verify_works_in_a_thread_as_in_a_worker_process() -> None:
     ],
 )
 def test_math_dapo_gives_one_or_minus_one(response: str, score: float) -> None:
-    assert math_dapo(response, "34") == {"score": score, "acc": float(score == 1)}
+    found = math_dapo(response, "34")
+    assert (found["score"], found["acc"]) == (score, float(score == 1))
+    assert (found["pred"] == "34") == (score == 1)
 
 
 # The data source

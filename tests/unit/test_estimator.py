@@ -78,7 +78,7 @@ def test_a_batch_is_described_by_what_was_estimated_and_its_entropies(tmp_path: 
     assert metrics["critic/values/max"] == pytest.approx(1.0)
     assert metrics["perf/total_num_tokens"] == ROWS * PROMPT + sum(LENGTHS)
     assert (metrics["response_length/mean"], metrics["prompt_length/mean"]) == (sum(LENGTHS) / ROWS, PROMPT)
-    assert (result.metrics["response_length/clip_ratio"], result.metrics["prompt_length/clip_ratio"]) == (0.5, 0.0)
+    assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (0.5, 0.0)
     assert result.lengths == [PROMPT + length for length in LENGTHS]
     assert "training/rollout_probs_diff_mean" not in metrics
 

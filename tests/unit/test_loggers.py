@@ -16,7 +16,7 @@ from rolepool.metrics.run_folder import Loggers
 from rolepool.metrics.sampling import NodeMonitor, Watched, pool_use, pool_utilization
 
 
-def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_rows_as_ordinary_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,8 +27,10 @@ def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
     made.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert events.Tags()["tensors"] == ["critic/score/mean"]
-    assert [event.step for event in events.Tensors("critic/score/mean")] == [1, 2]
+    assert (events.Tags()["scalars"], events.Tags()["tensors"]) == (["critic/score/mean"], [])
+    found = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+    assert found == [(1, 0.25), (2, 0.5)]
+    assert all(abs(event.wall_time - time.time()) < 60 for event in events.Scalars("critic/score/mean"))
 
 
 def test_a_logger_that_fails_is_warned_of_once_and_left_out(

@@ -50,7 +50,7 @@ def test_the_command_writes_the_page_into_the_run_folder_and_names_it(
     planned = data["plan"][ACTOR]
     assert (planned["roles"], planned["slots"]) == (["actor", "rollout", "ref"], [[0, 0], [0, 1]])
     assert ["data.train_batch_size", "64", "1024"] in data["config"]
-    assert {chart["title"] for chart in data["curves"]} >= {"Reward", "Tokens per second and rank"}
+    assert {chart["title"] for chart in data["curves"]} >= {"Reward", "Tokens per second and GPU"}
     assert not list(folder.glob(".tmp*"))
 
 

@@ -218,11 +218,12 @@ class WorkerProcess:
                 value, header, large = encode_result(result)
         except Exception as error:
             raise self._explain(error, call.role, call.method) from None
-        # On a GPU, the peak since the call began; on a CPU, the current memory of the process.
-        peak = (
-            torch.cuda.max_memory_allocated() if on_gpu else int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
-        )
-        more = call.number, call.after, *handled, peak, times.seconds()
+        # On a GPU, the peaks since the call began; on a CPU, the current memory of the process.
+        if on_gpu:
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        else:
+            peak = reserved = int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
+        more = call.number, call.after, *handled, peak, times.seconds(), reserved
         span = self._span(call.role, call.method, call.queued_s, start_s, *more)
         return pack_reply(Reply(span, value, header)), large
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 PYTHON_FUNCTION = "(a Python function)"
 """Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
 
+NUMBERS, PRED = "reward_numbers", "pred"
+"""The columns of scored rows with the other numbers of each response, as a dict, and with its answer or None."""
+
 
 class RewardError(RolepoolError):
     """A reward function failed on a row, or did not return a score."""
@@ -44,6 +47,8 @@ class Scored(NamedTuple):
 
     score: float
     numbers: dict[str, float]
+    pred: str | None = None
+    """The answer in the response, for majority votes in validation; None if the function does not return it."""
 
 
 def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, rule: Rule | None = None, **_: Any) -> Score:
@@ -91,14 +96,16 @@ class WeightedRewards:
         self._parts = parts
 
     def score(self, row: str, **inputs: Any) -> Scored:
-        """The sum for one response. Other numbers of a function are logged below its name."""
-        total, numbers = 0.0, dict[str, float]()
+        """The sum for one response. Other numbers of a function are logged below its name. The answer is that of the
+        first function that returns one."""
+        total, numbers, pred = 0.0, dict[str, float](), None
         for name, weight, function in self._parts:
             scored = function.score(row, **inputs)
             total += weight * scored.score
             numbers[name] = scored.score
             numbers |= {f"{name}/{other}": value for other, value in scored.numbers.items()}
-        return Scored(total, numbers)
+            pred = scored.pred if pred is None else pred
+        return Scored(total, numbers, pred)
 
 
 INPUTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -231,18 +238,19 @@ def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsCon
     num_free_tokens = keys.max_resp_len - buffer.len
     penalty = min((num_free_tokens - num_tokens) / buffer.len * buffer.penalty_factor, 0.0)
     logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if buffer.log else {}
-    return Scored(scored.score + penalty, scored.numbers | logged)
+    return Scored(scored.score + penalty, scored.numbers | logged, scored.pred)
 
 
 def _as_scored(result: Any) -> Scored:
-    """The score and the other numbers; entries of a dict that are not numbers (such as texts) are not logged."""
+    """The score, the other numbers, and `pred`; other entries of a dict that are not numbers are not logged."""
     if not isinstance(result, Mapping):
         return Scored(_as_number("the score", result), {})
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, result))}")
     logged = {str(key): value for key, value in result.items() if key == "score" or _is_number(value)}
     numbers = {key: _as_number(key, value) for key, value in logged.items()}
-    return Scored(numbers.pop("score"), numbers)
+    pred = numbers.get("pred", result.get("pred"))
+    return Scored(numbers.pop("score"), numbers, None if pred is None else str(pred))
 
 
 def _is_number(value: Any) -> bool:

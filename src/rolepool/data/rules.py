@@ -18,8 +18,8 @@ from typing import Any
 from rolepool.config import Config
 from rolepool.errors import DataError
 
-Score = float | dict[str, float]
-"""A score, or a dict with `score` and other numbers to log."""
+Score = float | dict[str, float | str]
+"""A score, or a dict with `score`, other numbers to log, and perhaps `pred`, the answer as text."""
 Rule = Callable[[str, Any], Score]
 """Takes the response and the ground truth."""
 
@@ -140,13 +140,14 @@ def math_boxed(solution_str: str, ground_truth: Any) -> float:
     return float(_verified(answer, wanted))
 
 
-def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed. `acc` is 1 or 0."""
+def math_dapo(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+    """1 or -1, as DAPO scores AIME: the text after the last `Answer:` is compared; it may be boxed. `acc` is 1 or 0,
+    and `pred` is the answer."""
     wanted = _expected(ground_truth, "math_dapo")
     found = re.findall(r"answer\s*:\s*([^\n]+)", solution_str[-_TAIL_CHARACTERS:], re.IGNORECASE)
-    answer = (boxed_answer(found[-1]) or found[-1]) if found else ""
-    is_right = normalize_latex(answer) == normalize_latex(wanted)
-    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
+    answer = normalize_latex((boxed_answer(found[-1]) or found[-1]) if found else "")
+    is_right = answer == normalize_latex(wanted)
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer}
 
 
 def _expected(ground_truth: Any, rule: str) -> str:

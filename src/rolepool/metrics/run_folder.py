@@ -9,7 +9,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -177,6 +179,16 @@ def console_line(step: int, metrics: Mapping[str, float]) -> str:
     return " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
 
 
+VALIDATION_MEAN = re.compile(r"val-core/(.+/)?[^/@]+/mean(@\d+)?")
+
+
+def validation_score(metrics: Mapping[str, float]) -> float | None:
+    """The mean score over the data sources of a validation; None if the row has none. Names may be those of
+    `validation_metrics`, of older runs (without `@N`), or of verl."""
+    means = [value for name, value in metrics.items() if VALIDATION_MEAN.fullmatch(name)]
+    return sum(means) / len(means) if means else None
+
+
 def sparkline(values: Sequence[float], width: int = 60) -> str:
     """The values as a line of bars. Its scale goes from 0 (or the minimum) to 1 (or the maximum)."""
     low, high = min(0.0, *values), max(1.0, *values)
@@ -236,13 +248,16 @@ class Loggers:
 
 
 def _tensorboard(config: Config, folder: Path) -> tuple[Log, Close]:
-    from tensorboard.summary import Writer
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer: Any = Writer(str(folder / "tensorboard"))
+    writer: Any = EventFileWriter(str(folder / "tensorboard"))
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        # `tensorboard.summary.Writer` would write tensors, which many programs do not find among the scalars.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
 
     return log, writer.close

@@ -53,6 +53,8 @@ class Span(NamedTuple):
     """Peak memory that torch allocated on the GPU during the call; on a CPU, the process's memory at its end."""
     parts: tuple[tuple[str, float], ...] = ()
     """Seconds spent in named parts of the call: `fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
+    reserved_memory_bytes: int = 0
+    """The same for the memory that torch reserved on the GPU; on a CPU, the same number."""
 
     @property
     def duration_s(self) -> float:

@@ -91,6 +91,8 @@ class Operation:
     trains: bool = False
     is_per_token: bool = False
     """Whether its time is also reported per token."""
+    generates: bool = False
+    """Whether that is per response token, because it generates them; otherwise per token of prompt and response."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ _SPECS = (
         tensor_parallel=f"{_ROLLOUT}.tensor_model_parallel_size",
         memory_key=f"{_ROLLOUT}.gpu_memory_utilization",
         operations=(
-            Operation("gen", "generate_sequences", "#009E73", is_per_token=True),
+            Operation("gen", "generate_sequences", "#009E73", is_per_token=True, generates=True),
             Operation("baseline", "generate_sequences", "#80CEB9"),
             Operation("update_weights", "take_weights", "#8C8C8C", other_methods=WEIGHT_SYNC),
         ),

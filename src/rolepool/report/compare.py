@@ -25,6 +25,7 @@ from rolepool.config import load_config
 from rolepool.config.loading import show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
+from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
@@ -186,8 +187,8 @@ def _run_measures(run: Run) -> dict[str, float]:
     if scores := [*finite_values(run.metrics, "critic/score/mean").values()]:
         measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
-        if values := [value for name, value in row.items() if name.startswith("val-core/")]:
-            measures["val-core (last)"] = fmean(values)
+        if (score := validation_score(row)) is not None:
+            measures["val-core (last)"] = score
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
             measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values(), default=np.nan)

@@ -36,7 +36,7 @@ PARTS_OF_GEN = ("generate_sequences", "reshard")
 REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
 UNITS = {
     REWARD: "mean reward",
-    THROUGHPUT: "tokens/s per process",
+    THROUGHPUT: "tokens/s per GPU",
     "perf/time_per_step": "s",
     "perf/total_num_tokens": "tokens per step",
 }
@@ -72,7 +72,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     operations = in_step_order(key.removeprefix(TIMING) for key in keys if key.startswith(TIMING))
     timings = [f"{TIMING}{operation}" for operation in operations]
     tokens = [key for key in keys if key.startswith("timing_per_token_ms/")]
-    memory = [key for key in keys if key == "perf/max_memory_allocated_gb" or key.endswith("/peak_memory_gb")]
+    memory = [key for key in keys if key.startswith("perf/max_memory_") or key.endswith("/peak_memory_gb")]
     written = [folder / "timing_metrics.csv"]
     # One line for each step. A cell is empty if the step does not have that number.
     with atomic_path(written[0]) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:

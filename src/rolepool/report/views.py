@@ -33,7 +33,7 @@ CURVES = {
     "Response length (tokens)": ("response_length/mean", "response_length/max"),
     "Loss": ("actor/pg_loss", "critic/vf_loss"),
     "Entropy": ("actor/entropy",),
-    "Tokens per second and rank": ("perf/throughput",),
+    "Tokens per second and GPU": ("perf/throughput",),
 }
 
 USAGE = ("Utilization (%), mean of the pool's ranks", "Memory (GiB), maximum of the pool's ranks")
@@ -110,7 +110,8 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
 def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
     names = metric_names(metrics)
     for title, patterns in CURVES.items():
-        wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
+        shown = [name for name in names if not name.endswith("/std")]
+        wanted = [name for pattern in patterns for name in shown if fnmatchcase(name, pattern)]
         if wanted:
             values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
             yield _chart(title, "step", values)

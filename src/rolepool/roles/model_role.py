@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -217,13 +218,17 @@ class TrainedRole(ModelRole):
             numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
             columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
             means = {name: sum(column) / len(batches) for name, column in columns.items()}
-            sums = dict(zip(means, sum_over_ranks(means.values(), self.device), strict=True))
+            # The memory used on a rank's node. Divided by the number of ranks, the sum is a mean over ranks.
+            node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.world_size
+            *totals, memory_gb = sum_over_ranks([*means.values(), node_memory_gb], self.device)
+            sums = dict(zip(means, totals, strict=True))
         seconds, num_made = time.perf_counter() - start_s, sum(map(math.isfinite, columns["grad_norm"]))
         counted = {"updates": num_made, "skipped_updates": len(batches) - num_made, "lr": self.trained.learning_rate}
         if ends_step:
             self.trained.num_updates += 1
         metrics = {**sums, "grad_norm": means["grad_norm"], **counted}
         named = {f"{self.role}/{key}": value for key, value in metrics.items()}
+        named["perf/cpu_memory_used_gb"] = memory_gb
         gpu_name = "" if self.device == "cpu" else torch.cuda.get_device_name()
         used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, gpu_name)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}

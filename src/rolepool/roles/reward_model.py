@@ -15,7 +15,7 @@ from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.reward_texts import READS, reward_texts
-from rolepool.data.rewards import load_reward_function, score_batch, with_overlong_penalty
+from rolepool.data.rewards import NUMBERS, PRED, load_reward_function, score_batch, with_overlong_penalty
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -89,13 +89,16 @@ class RuleReward(Worker):
         reads=(*TOKENS, "data_source", "reward_model", "extra_info", "origin", "uid"),
     )
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The score of each response, and the other numbers that the function returns as arrays."""
+        """The score of each response, and the other numbers and the answer that the function returns."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
         scored = score_batch(self.function, data, texts)
         if self.keys.overlong_buffer_cfg.enable:
             scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, map(len, responses), strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
-        names = sorted({name for row in scored for name in row.numbers})
-        arrays = {f"reward/{name}": np.array([row.numbers.get(name, np.nan) for row in scored]) for name in names}
+        # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
+        arrays = {
+            NUMBERS: np.fromiter((row.numbers for row in scored), object),
+            PRED: np.fromiter((row.pred for row in scored), object),
+        }
         return DataProto.from_dict({"scores": scores}, non_tensors=arrays)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.advantages import KLController, apply_kl_penalty, compute_advantage
-from rolepool.algorithm.losses import compute_explained_variance
+from rolepool.algorithm.losses import LossCounts, agg_loss, compute_explained_variance
 from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
+from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
@@ -36,6 +37,9 @@ class Estimated:
     tensors: dict[str, Tensor]
     """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and values if any."""
     metrics: dict[str, float]
+    limits: tuple[int, int]
+    """The largest possible numbers of prompt and response tokens."""
+    loss_agg_mode: str
     span: Span
     """The driver's own work, without the time that it waited."""
 
@@ -54,6 +58,7 @@ class Estimator:
 
     def __init__(self, config: Config) -> None:
         self.keys = config.algorithm
+        self.loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
         self.limits = (config.data.max_prompt_length, config.data.max_response_length)
         self.kl_controller = KLController(self.keys.kl_ctrl)
         self.needs = adv_estimators.needs_of(self.keys.adv_estimator)
@@ -88,10 +93,8 @@ class Estimator:
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
-            for name, key, limit in zip(("prompt_length", "response_length"), SIZES, self.limits, strict=True):
-                metrics[f"{name}/clip_ratio"] = float((sizes.batch[key] >= limit).float().mean())
             made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
-        return Estimated(made, sizes, scored, tensors, metrics, ended())
+        return Estimated(made, sizes, scored, tensors, metrics, self.limits, self.loss_agg_mode, ended())
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
@@ -124,20 +127,38 @@ class Estimator:
 
 
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
-    """Score, reward, advantage, return, value, length and entropy metrics of the batch."""
+    """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's definitions.
+
+    A response without tokens is called aborted; its score and reward do not count.
+    """
     tensors, advantages = estimated.tensors, estimated.batch.batch
     num_prompt, num_response = (estimated.sizes.batch[key] for key in SIZES)
+    max_prompt, max_response = estimated.limits
+    is_aborted = num_response == 0
+    mask = torch.arange(int(num_response.max())) < num_response[:, None]
+    lengths = {
+        "response_length": (num_response, max_response),
+        "response_length_non_aborted": (num_response[~is_aborted], max_response),
+        "prompt_length": (num_prompt, max_prompt),
+    }
     columns = {
-        "critic/score": estimated.scored.batch["scores"],
-        "critic/rewards": tensors["token_level_rewards"].sum(dim=1),
+        "critic/score": estimated.scored.batch["scores"][~is_aborted],
+        "critic/rewards": tensors["token_level_rewards"].sum(dim=1)[~is_aborted],
         "critic/advantages": flat_values(advantages["advantages"]),
         "critic/returns": flat_values(advantages["returns"]),
-        "response_length": num_response,
-        "prompt_length": num_prompt,
+        **{name: numbers for name, (numbers, _) in lengths.items()},
     }
-    metrics = {"actor/entropy": float(scored.batch["entropy_sums"].sum() / num_response.sum().clamp(min=1))}
+    # All modes aggregate the sums or means of rows, so each token can stand for the mean of its row.
+    entropies = (scored.batch["entropy_sums"] / num_response.clamp(min=1))[:, None].expand(mask.shape)
+    counts = LossCounts.of(mask, max_response)
+    metrics = {
+        "actor/entropy": float(agg_loss(entropies, mask, estimated.loss_agg_mode, counts=counts)),
+        "response/aborted_ratio": float(is_aborted.float().mean()),
+        "perf/total_num_tokens": float((num_prompt + num_response).sum()),
+        **{f"{name}/clip_ratio": float((one >= limit).float().mean()) for name, (one, limit) in lengths.items()},
+    }
     if "values" in tensors:
-        values, mask = tensors["values"], torch.arange(tensors["values"].shape[1]) < num_response[:, None]
+        values = tensors["values"]
         columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
     if "rollout_log_probs" in scored.batch:  # the probabilities of sampled tokens, as rollout and actor compute them
@@ -149,10 +170,22 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
         metrics[f"{name}/min"] = float(column.min())
-    for name, array in estimated.scored.non_tensor_batch.items():
-        metrics[f"{name}/mean"] = float(np.nanmean(array.astype(float)))
-    metrics["perf/total_num_tokens"] = float((num_prompt + num_response).sum())
+    for name, numbers in reward_numbers(estimated.scored).items():
+        metrics[f"{name}/mean"] = float(np.nanmean(numbers))
     return metrics
+
+
+def reward_numbers(scored: DataProto) -> dict[str, Any]:
+    """The numbers besides the score, as arrays by name. A row that has no number of a name has NaN.
+
+    Those that a reward function returned are `reward/NAME`; a role of the user may return any numeric columns.
+    """
+    columns = dict(scored.non_tensor_batch)
+    columns.pop(PRED, None)
+    rows = columns.pop(NUMBERS, ())
+    names = sorted({name for row in rows for name in row})
+    arrays = {f"reward/{name}": np.array([row.get(name, np.nan) for row in rows]) for name in names}
+    return {**arrays, **{name: column.astype(float) for name, column in columns.items()}}
 
 
 def repeated(prompts: DataProto, num_samples: int) -> DataProto:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolepool.command_line import silence_stdout
-from rolepool.metrics.run_folder import console_line, sparkline
+from rolepool.metrics.run_folder import console_line, sparkline, validation_score
 from rolepool.trainer.observer import Observer
 
 NUM_SHOWN_SAMPLES = 4
@@ -83,9 +83,9 @@ class TrainingConsole(Observer):
         self._console.print(line, markup=False)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
-        if scores:
-            self.validations.append((step, sum(scores) / len(scores)))
+        score = validation_score(metrics)
+        if score is not None:
+            self.validations.append((step, score))
         if "critic/score/mean" in metrics:
             self.rewards.append(metrics["critic/score/mean"])
             words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s per step"
@@ -94,8 +94,8 @@ class TrainingConsole(Observer):
             self._console.print(console_line(step, metrics), markup=False)
         if "console" in self._loggers and "timing_s/step" in metrics:
             self._console.print(short_line(step, metrics), markup=False)
-        if scores and "verl" not in self._loggers:
-            self._console.print(f"validation after step {step}: mean reward {self.validations[-1][1]:.3f}")
+        if score is not None and "verl" not in self._loggers:
+            self._console.print(f"validation after step {step}: mean score {score:.3f}")
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]

@@ -32,7 +32,7 @@ from rolepool.trainer.build import build_roles, check_inputs, check_reward_texts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
-from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, record, samples_of, step_row, validate
+from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,8 @@ class Trainer:
             samples = samples_of(prompts, rollouts, step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
+        lengths = step.estimated.lengths
+        step.estimated.metrics.update(length_metrics(self.config, lengths, roles.actor.dp_size, number))
         if before is not None:
             self._finish(before, step)
         is_last = number == self.num_steps

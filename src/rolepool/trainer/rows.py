@@ -4,9 +4,8 @@ Owns what a bad step is, the warning about skipped updates, and the error that e
 """
 
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,15 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import Config, LoadedConfig
 from rolepool.config.loading import show
 from rolepool.data.prompts import PromptSet, validation_batches
+from rolepool.data.rewards import PRED
 from rolepool.errors import DivergedError
 from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_metrics
+from rolepool.metrics.validation import ScoredResponse, validation_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
-from rolepool.trainer.advantages import describe, repeated
+from rolepool.trainer.advantages import SIZES, describe, repeated, reward_numbers
 from rolepool.trainer.checkpoint import Checkpoints
-from rolepool.trainer.step import Roles, StepCalls
+from rolepool.trainer.step import Roles, StepCalls, update_orders
 
 logger = logging.getLogger(__name__)
 
@@ -57,34 +58,51 @@ def step_row(
     start_s = min(span.start_s for _, _, span in recorded)
     end_s = next_start_s or max(span.end_s for _, _, span in recorded)
     times["timing_s/step"] = end_s - start_s
-    num_tokens = metrics["perf/total_num_tokens"]
-    num_processes = sum(pool.world_size for pool in plan.pools.values())
+    num_gpus = len({slot for pool in plan.pools.values() for slot in pool.slots})  # pools may share GPUs
     return {
         **metrics,
         **times,
-        **{
-            f"timing_per_token_ms/{name}": times[f"timing_s/{name}"] * 1000 / num_tokens
-            for name, operation in OPERATIONS.items()
-            if operation.is_per_token and f"timing_s/{name}" in times and num_tokens
-        },
+        **_times_per_token(times, step.estimated.sizes),
         "perf/time_per_step": times["timing_s/step"],
-        "perf/throughput": num_tokens / times["timing_s/step"] / num_processes,
+        "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / num_gpus,
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
+        "perf/max_memory_reserved_gb": max(span.reserved_memory_bytes for _, _, span in recorded) / 2**30,
         **step_metrics(Timeline([*recorded, *around]), start_s, end_s),
     }
+
+
+def _times_per_token(times: Mapping[str, float], sizes: DataProto) -> dict[str, float]:
+    """`timing_per_token_ms/NAME` of the operations that the role table lists for it."""
+    num_prompt, num_response = (int(sizes.batch[key].sum()) for key in SIZES)
+    found = {}
+    for name, operation in OPERATIONS.items():
+        num_tokens = num_response if operation.generates else num_prompt + num_response
+        if operation.is_per_token and f"timing_s/{name}" in times and num_tokens:
+            found[f"timing_per_token_ms/{name}"] = times[f"timing_s/{name}"] * 1000 / num_tokens
+    return found
+
+
+def length_metrics(config: Config, lengths: Sequence[int], num_ranks: int, step: int) -> dict[str, float]:
+    """`global_seqlen/*`, with trainer.balance_batch: the numbers of tokens of the actor's ranks if they got the rows in
+    order, and those of its first epoch, in which the rows are balanced."""
+    if not config.trainer.balance_batch:
+        return {}
+    order, _ = next(update_orders(config, config.actor_rollout_ref.actor, lengths, num_ranks, step))
+    in_order = np.reshape(lengths, (num_ranks, -1)).sum(axis=1)
+    balanced = np.asarray(lengths)[order].reshape(num_ranks, -1).sum(axis=1)
+    found = {"min": in_order.min(), "max": in_order.max(), "minmax_diff": np.ptp(in_order), "mean": in_order.mean()}
+    found |= {"balanced_min": balanced.min(), "balanced_max": balanced.max()}
+    return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
 
 def validate(
     config: Config, roles: Roles, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[Span]]:
     """Generate responses to validation prompts and score them. Returns metrics, some responses (all of them if they are
-    written to a file), and the spans.
-
-    Metrics are the mean score of each data source and, with several samples per prompt, the mean of the best scores.
-    """
+    written to a file), and the spans."""
     start_s = time.monotonic()
     num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
-    scores_of: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
+    all_graded: list[ScoredResponse] = []
     samples: list[dict[str, Any]] = []
     spans: list[Span] = []
     writes_all, num_logged = config.trainer.validation_data_dir is not None, config.trainer.log_val_generations
@@ -94,18 +112,12 @@ def validate(
         columns = rows.non_tensor_batch
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        scores = scored.get().batch["scores"].double().numpy()
-        for source, of_prompt in zip(columns["data_source"][::num_samples], np.split(scores, len(batch)), strict=True):
-            scores_of.setdefault(source, []).append(of_prompt)
+        all_graded.extend(_scored_responses(columns["data_source"], scored.get()))
         if len(samples) < most_samples:
             generated = samples_of(rows, rollouts.get(keys=TOKENS), scored.get(), tokenizer)
             samples.extend(islice(generated, most_samples - len(samples)))
         spans.extend((*rollouts.spans(), *scored.spans()))
-    metrics: dict[str, float] = {}
-    for source, table in scores_of.items():
-        metrics[f"val-core/{source}/reward/mean"] = float(np.mean(table))
-        if num_samples > 1:
-            metrics[f"val-core/{source}/reward/best@{num_samples}"] = float(np.max(table, axis=1).mean())
+    metrics = validation_metrics(all_graded, num_samples)
     return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
 
 
@@ -113,19 +125,29 @@ def samples_of(
     prompts: DataProto, rollouts: DataProto, scored: DataProto, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
     """The texts, ground truth, score and data source of each response, and other numbers of the reward function."""
-    columns, scores = prompts.non_tensor_batch, scored.batch["scores"].tolist()
-    numbers = {name.removeprefix("reward/"): array.tolist() for name, array in scored.non_tensor_batch.items()}
+    columns = prompts.non_tensor_batch
+    graded = _scored_responses(columns["data_source"], scored)
     for index, response in enumerate(rows_of_responses(rollouts.batch)):
+        numbers = dict(graded[index].numbers)
         sample = {
             "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
             "response": tokenizer.decode(response, skip_special_tokens=True),
             "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
-            "score": scores[index],
+            "score": numbers.pop("reward"),
             "data_source": columns["data_source"][index],
         }
-        # A number that the function did not return for this response is NaN.
-        given = {name: values[index] for name, values in numbers.items() if not math.isnan(values[index])}
-        yield {**sample, **given, **sample}  # a number with the name of a column does not replace it
+        yield {**sample, **numbers, **sample}  # a number with the name of a column does not replace it
+
+
+def _scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[ScoredResponse]:
+    scores = scored.batch["scores"].tolist()
+    preds = scored.non_tensor_batch.get(PRED, [None] * len(scores))
+    others = {name.removeprefix("reward/"): array for name, array in reward_numbers(scored).items()}
+    found = []
+    for index, (data_source, score, pred) in enumerate(zip(data_sources, scores, preds, strict=True)):
+        numbers = {name: float(array[index]) for name, array in others.items() if not np.isnan(array[index])}
+        found.append(ScoredResponse(data_source, {**numbers, "reward": score}, pred))
+    return found
 
 
 class BadSteps:
