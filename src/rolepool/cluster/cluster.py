@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup
-from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, slot_device
+from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, slot_device
 from rolepool.errors import PlacementError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
@@ -144,7 +144,8 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
         nodes = live_nodes()
-        return tuple(node.slots(slot_device(device, nodes)) for node in nodes)
+        slots = slot_device(device, nodes)
+        return tuple(node.slots(slots) for node in nodes_with_slots(slots, nodes))
 
 
 def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:

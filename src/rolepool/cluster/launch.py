@@ -91,6 +91,11 @@ def slot_device(device: str, nodes: Sequence[Node]) -> str:
     return "cuda" if any(node.num_gpus for node in nodes) else "cpu"
 
 
+def nodes_with_slots(device: str, nodes: Sequence[Node]) -> Sequence[Node]:
+    """The nodes that a plan counts. A head that only manages the cluster has no GPU, and no process is placed there."""
+    return [node for node in nodes if node.slots(device)] or nodes
+
+
 def _users_of(node: Node) -> str:
     """Who else uses a node: actors with the drivers of their jobs, and placement groups.
 
@@ -126,6 +131,7 @@ def launch(
     or WorkerError; every wait has a timeout.
     """
     device = slot_device(plan.device, nodes)
+    nodes = nodes_with_slots(device, nodes)
     _check_capacity(plan, nodes, device)
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
