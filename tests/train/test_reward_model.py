@@ -181,7 +181,7 @@ OWN_WORDS = ["<end>", "?", "<user>", "<assistant>", "=", *reversed("abcdefgh"), 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model whose words have other numbers than the policy's. Its chats end with the token that it pads with."""
+    """A reward model in which words have other numbers. Its chats end with the token that it pads with."""
     folder = tmp_path_factory.mktemp("other") / "reward_model"
     words = Tokenizer(WordLevel({word: number for number, word in enumerate(OWN_WORDS)}, unk_token="?"))
     words.pre_tokenizer = WhitespaceSplit()

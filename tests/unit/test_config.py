@@ -721,6 +721,8 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
 
 # Contradictions
 
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -728,10 +730,10 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
         ("reward_model.reward_manager=prime", "reward_model.reward_manager=prime: must be naive or dapo; to score in"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=true reward_model.reward_kwargs.overlong_buffer_cfg.len=9",
-         "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true: the penalty is for rules and functions with the manager dapo"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=true reward_model.reward_manager=dapo",
-         "reward_model.reward_kwargs.overlong_buffer_cfg.len=0: must be from 1 to reward_kwargs.max_resp_len=512"),
+        (f"{OVERLONG}.enable=true {OVERLONG}.len=9",
+         f"{OVERLONG}.enable=true: the penalty is for rules and functions with the manager dapo"),
+        (f"{OVERLONG}.enable=true reward_model.reward_manager=dapo",
+         f"{OVERLONG}.len=0: must be from 1 to reward_kwargs.max_resp_len=512"),
         ("custom_reward_function.reward_kwargs={a:1}", "custom_reward_function.reward_kwargs: they are only used with"),
         ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and do not set the temperature"),
         ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "must be greater than 0"),

@@ -208,7 +208,7 @@ def test_an_argument_that_the_function_does_not_take_is_one_line(tmp_path: Path,
 
 
 def test_the_penalty_for_overlong_responses_is_that_of_dapo() -> None:
-    """Equation 13 of the DAPO paper, with its numbers divided by 1024: 16 tokens are free, and 4 more are the buffer."""
+    """The lengths of the DAPO paper divided by 1024: 16 tokens are free, and the penalty grows over 4 more."""
     section = "reward_model.reward_kwargs"
     buffer = [f"{section}.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=4", "penalty_factor=1.0")]
     words = [*buffer, "reward_model.reward_manager=dapo", f"{section}.max_resp_len=20"]
