@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from rolepool.config import LoadedConfig, load_config
 from rolepool.data.demo import Demo, make_demo
 from rolepool.data.prompts import load_tokenizer
+from rolepool.errors import ConfigError, DataError
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, ragged
 from rolepool.roles.model_role import Setup
@@ -158,3 +170,139 @@ def test_a_limit_on_length_changes_scores(demo: Demo, tokenizer: PreTrainedToken
     whole, short = (direct_scores(texts, demo, tokenizer, last=last) for last in (None, 5))
     longer = torch.tensor([len(text.split()) > 5 for text in texts])
     assert ((whole - short).abs() > FLOAT_NOISE).eq(longer).all()
+
+
+# A reward model with a tokenizer of its own
+
+
+OWN_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> {% endfor %}"
+OWN_WORDS = ["<end>", "?", "<user>", "<assistant>", "=", *reversed("abcdefgh"), "x", "y", "z"]
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model in which words have other numbers. Its chats end with the token that it pads with."""
+    folder = tmp_path_factory.mktemp("other") / "reward_model"
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(OWN_WORDS)}, unk_token="?"))
+    words.pre_tokenizer = WhitespaceSplit()
+    own = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    own.chat_template = OWN_TEMPLATE
+    own.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(3)
+    config = LlamaConfig(vocab_size=len(OWN_WORDS), num_labels=1, max_position_embeddings=64, pad_token_id=0, **sizes)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def scores_of_texts(folder: Path, texts: list[str], last: int) -> torch.Tensor:
+    """Text, tokenizer, model: one text at a time, so that nothing is padded and the last token is scored."""
+    own, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        all_ids = [own(text, return_tensors="pt", add_special_tokens=False)["input_ids"][:, -last:] for text in texts]
+        return torch.stack([model(ids).logits[0, 0] for ids in all_ids])
+
+
+ANSWERS = ["d b", "a", "h h h <eos>", "c <eos>"]
+PLAIN = ["a b =", "c =", "a a a =", "b ="]
+
+
+@pytest.mark.parametrize("max_length", [None, 4])
+@pytest.mark.parametrize("rows_at_once", ["null", "1", "3"])
+def test_texts_are_tokenized_again_for_a_reward_model_with_another_tokenizer(
+    demo: Demo, tokenizer: PreTrainedTokenizerBase, other_model: Path, rows_at_once: str, max_length: int | None
+) -> None:
+    chats = [[{"role": "user", "content": prompt.removesuffix(" =")}] for prompt in PLAIN]
+    all_ids = [
+        (tokenizer(prompt)["input_ids"], tokenizer(answer)["input_ids"])
+        for prompt, answer in zip(PLAIN, ANSWERS, strict=True)
+    ] * 2
+    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in all_ids])
+    ids = torch.tensor([one for halves in all_ids for half in halves for one in half])
+    batch = DataProto.from_dict(
+        {"input_ids": ragged(ids, lengths), "num_prompt_tokens": torch.tensor([len(prompt) for prompt, _ in all_ids])},
+        non_tensors={"raw_prompt": [*chats, *PLAIN], "origin": [f"line {row}" for row in range(8)]},
+    )
+    limit = [] if max_length is None else [f"reward_model.max_length={max_length}"]
+    keys = [f"reward_model.model.path={other_model}", f"reward_model.micro_batch_size_per_gpu={rows_at_once}", *limit]
+    scores = RewardModel(recipe(demo, *keys).config, Setup(pad_token_id=0)).compute_scores(batch).batch["scores"]
+    answers = [answer.removesuffix(" <eos>") for answer in ANSWERS]
+    texts = [f"<user> {p.removesuffix(' =')} <end> <assistant> {a} <end>" for p, a in zip(PLAIN, answers, strict=True)]
+    texts += [f"{prompt} {answer}" for prompt, answer in zip(PLAIN, answers, strict=True)]
+    expected = scores_of_texts(other_model, texts, last=max_length or 12)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=FLOAT_NOISE)
+
+
+def test_what_the_reward_model_cannot_read_is_one_line_before_the_start(
+    demo: Demo, other_model: Path, tmp_path: Path
+) -> None:
+    def problem(folder: Path, *keys: str) -> str:
+        with pytest.raises((ConfigError, DataError)) as caught:
+            Trainer(recipe(demo, f"reward_model.model.path={folder}", *keys))
+        assert len(str(caught.value).splitlines()) == 1
+        return str(caught.value)
+
+    bare, small, mute = (shutil.copytree(other_model, tmp_path / name) for name in ("bare", "small", "mute"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=5, num_labels=1, **sizes)).save_pretrained(small)
+    Trainer(recipe(demo, f"reward_model.model.path={bare}"))  # it has more tokens than the policy
+    as_is = "reward_model.model.input_tokenizer=null"
+    start = f"reward_model.model.path={small}: it has 5 tokens, fewer than the policy (12)"
+    said = problem(small, as_is)
+    assert said.startswith(start) and said.endswith("; do not set reward_model.model.input_tokenizer=null")
+    for file in small.glob("tokenizer*"):
+        file.unlink()
+    said = problem(small)
+    assert said.startswith(start) and said.endswith("; add its tokenizer to its folder")
+    for file in mute.glob("chat_template*"):
+        file.unlink()
+    assert f"the chat template of {mute} cannot write this chat" in problem(mute)
+
+
+@pytest.mark.slow
+def test_training_with_another_tokenizer_scores_whole_chats_and_writes_all_samples(
+    demo: Demo, other_model: Path, tmp_path: Path
+) -> None:
+    folders = {"rollout": tmp_path / "deep" / "rollouts", "validation": tmp_path / "validation"}
+    keys = [
+        f"reward_model.model.path={other_model}",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        f"data.val_files={demo.val_file}",
+        "data.val_max_samples=80",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=2",
+        "trainer.log_val_generations=3",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        *(f"trainer.{name}_data_dir={folder}" for name, folder in folders.items()),
+    ]
+    Trainer(recipe(demo, *keys)).run()
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    means = {row["step"]: row["critic/score/mean"] for row in metrics if "critic/score/mean" in row}
+    assert {name: sorted(file.name for file in folder.iterdir()) for name, folder in folders.items()} == {
+        "rollout": ["1.jsonl", "2.jsonl"],
+        "validation": ["0.jsonl", "2.jsonl"],
+    }
+    for step in (1, 2):
+        lines = (folders["rollout"] / f"{step}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert len(samples) == 16
+        assert all({"input", "output", "gts", "score", "step"} <= {*one} and one["step"] == step for one in samples)
+        texts = [f"<user> {one['input'].removesuffix(' =')} <end> <assistant> {one['output']} <end>" for one in samples]
+        expected = scores_of_texts(other_model, texts, last=12)
+        torch.testing.assert_close(torch.tensor([one["score"] for one in samples]), expected, rtol=0, atol=FLOAT_NOISE)
+        assert means[step] == pytest.approx(float(expected.mean()), abs=FLOAT_NOISE)
+    assert len((folders["validation"] / "2.jsonl").read_text().splitlines()) == 80
+    recorded = (tmp_path / "run" / "validation" / "step_000002.jsonl").read_text().splitlines()
+    assert len(recorded) == 64 and {*json.loads(recorded[0])} == {
+        "prompt",
+        "response",
+        "ground_truth",
+        "score",
+        "data_source",
+    }

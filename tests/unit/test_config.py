@@ -140,12 +140,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "reward_model": {
         "enable": False,
         "model.path": NOT_SAID,
+        "model.input_tokenizer": NOT_SAID,
+        "model.trust_remote_code": NOT_SAID,
         "micro_batch_size_per_gpu": NOT_SAID,
         "max_length": NOT_SAID,
         "use_dynamic_bsz": NOT_SAID,
         "forward_max_token_len_per_gpu": 32768,
-        "model.input_tokenizer": NOT_SAID,
-        "model.trust_remote_code": False,
         "reward_manager": "naive",
         "reward_kwargs.overlong_buffer_cfg.enable": False,
         "reward_kwargs.overlong_buffer_cfg.len": 0,
@@ -697,12 +697,20 @@ def test_a_wrong_value_that_others_follow_is_reported_once() -> None:
 
 # Contradictions
 
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
+        ("reward_model.reward_manager=prime", "reward_model.reward_manager=prime: must be naive or dapo; to score in"),
+        (f"{OVERLONG}.enable=true {OVERLONG}.len=9",
+         f"{OVERLONG}.enable=true: the penalty is for rules and functions with the manager dapo"),
+        (f"{OVERLONG}.enable=true reward_model.reward_manager=dapo",
+         f"{OVERLONG}.len=0: must be from 1 to reward_kwargs.max_resp_len=512"),
+        ("custom_reward_function.reward_kwargs={a:1}", "custom_reward_function.reward_kwargs: they are only used with"),
         ("actor_rollout_ref.rollout.temperature=0", "do_sample=false and do not set the temperature"),
         ("actor_rollout_ref.rollout.temperature=0 actor_rollout_ref.rollout.do_sample=false", "must be greater than 0"),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature=0: must be greater than 0"),

@@ -15,9 +15,11 @@ from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
+    Scored,
     WeightedRewards,
     load_reward_function,
     score_batch,
+    with_overlong_penalty,
 )
 from rolepool.errors import ConfigError
 from rolepool.protocol import DataProto
@@ -185,6 +187,47 @@ def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: s
     assert "my_reward.py" in str(caught.value)
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", ["solution_str, scale, **_", "scale, **rest"])
+def test_further_arguments_come_from_the_config(tmp_path: Path, arguments: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def compute_score({arguments}):\n    return 2 * scale\n", encoding="utf-8")
+    keys = [f"custom_reward_function.path={file}", "+custom_reward_function.reward_kwargs.scale=1.5"]
+    assert [one.score for one in score_batch(of_keys(*keys), batch(), ["a", "b"])] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ("{scale: 1, other: x}", "reward_kwargs.other=x: compute_score in {file} does not take it; remove it"),
+        ("{scale: 1, extra_info: 2}", "reward_kwargs.extra_info=2: every call sets it; remove it"),
+        ("{}", "path={file}: cannot be called as compute_score(data_source, solution_str, ground_truth"),
+    ],
+)
+def test_an_argument_that_the_function_does_not_take_is_one_line(tmp_path: Path, kwargs: str, expected: str) -> None:
+    file = tmp_path / "mine.py"
+    text = "def compute_score(data_source, solution_str, ground_truth, extra_info, scale):\n    return 1\n"
+    file.write_text(text, encoding="utf-8")
+    keys = [f"custom_reward_function.path={file}", f"custom_reward_function.reward_kwargs={kwargs}"]
+    with pytest.raises(ConfigError) as caught:
+        of_keys(*keys)
+    assert str(caught.value).startswith("custom_reward_function." + expected.format(file=file))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_penalty_for_overlong_responses_is_that_of_dapo() -> None:
+    """The lengths of the DAPO paper divided by 1024: 16 tokens are free, and the penalty grows over 4 more."""
+    section = "reward_model.reward_kwargs"
+    buffer = [f"{section}.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=4", "penalty_factor=1.0")]
+    words = [*buffer, "reward_model.reward_manager=dapo", f"{section}.max_resp_len=20"]
+    keys = load_config(overrides=words).config.reward_model.reward_kwargs
+    lengths = {1: 0.0, 16: 0.0, 17: -0.25, 18: -0.5, 20: -1.0, 22: -1.5}
+    for num_tokens, penalty in lengths.items():
+        assert with_overlong_penalty(Scored(1.0, {"acc": 1.0}), num_tokens, keys) == Scored(1.0 + penalty, {"acc": 1.0})
+    logs = load_config(overrides=[*words, f"{section}.overlong_buffer_cfg.log=true"]).config.reward_model.reward_kwargs
+    assert with_overlong_penalty(Scored(1.0, {}), 18, logs).numbers == {"overlong_reward": -0.5, "overlong": 1.0}
+    assert with_overlong_penalty(Scored(1.0, {}), 16, logs).numbers == {"overlong_reward": 0.0, "overlong": 0.0}
 
 
 def test_a_missing_file_is_named() -> None:
