@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import time
@@ -49,6 +50,21 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
     assert [record.getMessage() for record in caplog.records] == [
         "trainer.logger: tensorboard failed; training continues without it: OSError('no space left on device')"
     ]
+
+
+def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    made = Loggers(load_config([], ["trainer.logger=[wandb]"]).config)
+    made.start(tmp_path)
+    sample = {"prompt": "a", "response": "b", "score": 0.5, "data_source": "letters"}
+    made.log_samples(3, [{**sample, "ground_truth": "c", "acc": 1.0}, {**sample, "ground_truth": ["c", "d"]}])
+    made.close()
+    (file,) = tmp_path.rglob("*.table.json")
+    assert json.loads(file.read_text()) == {
+        "columns": ["prompt", "response", "ground_truth", "score"],
+        "data": [["a", "b", "c", 0.5], ["a", "b", ["c", "d"], 0.5]],
+    }
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,13 @@ class RewardTexts:
     """Writes prompts and responses in the tokens of a reward model that does not have the policy's tokenizer."""
 
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
-        self._policy, self.tokenizer = policy, own
+        self._policy, self._own = policy, own
 
     def check(self, prompts: PromptSet) -> None:
         """Raise BadRow if the reward model's template cannot write the first chat."""
-        first = prompts.take([0])
-        (prompt,), (origin,) = first["raw_prompt"], first["origin"]
+        prompt, origin = (prompts.take([0])[name][0] for name in ("raw_prompt", "origin"))
         if not isinstance(prompt, str):
-            render_chat(self.tokenizer, prompt, origin, answer="")
+            render_chat(self._own, prompt, origin, answer="")
 
     def tokenize(self, batch: DataProto) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response as its last message.
@@ -41,9 +40,9 @@ class RewardTexts:
         for prompt, origin, (ids, response) in zip(columns["raw_prompt"], columns["origin"], token_rows, strict=True):
             is_chat = not isinstance(prompt, str)
             text = str(self._policy.decode(response if is_chat else ids, skip_special_tokens=True))
-            text = render_chat(self.tokenizer, prompt, origin, answer=text) if is_chat else text
+            text = render_chat(self._own, prompt, origin, answer=text) if is_chat else text
             rows.append({"is_chat": is_chat, "text": text})
-        return list(tokenize(self.tokenizer, rows))
+        return list(tokenize(self._own, rows))
 
 
 def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts | None:

@@ -287,14 +287,15 @@ def _mlflow(config: Config, folder: Path) -> tuple[Log, Close]:
 def _wandb_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     import wandb
 
-    table = wandb.Table(columns=[*samples[0]], data=[[*sample.values()] for sample in samples])
-    wandb.log({"val/generations": table}, step=step)
+    names = ["prompt", "response", "ground_truth", "score"]  # other numbers may be missing in some samples
+    rows = [[sample[name] for name in names] for sample in samples]
+    wandb.log({"val/generations": wandb.Table(columns=names, data=rows, allow_mixed_types=True)}, step=step)
 
 
 def _mlflow_table(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     import mlflow
 
-    mlflow.log_text(json.dumps(samples, indent=2), f"val_generations/step_{step:06d}.json")
+    mlflow.log_text(json.dumps(samples, indent=2, default=str), f"val_generations/step_{step:06d}.json")
 
 
 TABLES = {"wandb": _wandb_table, "mlflow": _mlflow_table}

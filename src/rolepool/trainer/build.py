@@ -92,8 +92,7 @@ def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None =
     trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
     trusted = {keys.path: keys.trust_remote_code for keys in _reward_models(config, plan).values()}
     for key, (path, overrides) in models_of(config, plan).items():
-        code_may_run = trusted.get(path, trust_remote_code)
-        read_model_config(key, path, trust_remote_code=code_may_run, overrides=dict(overrides))
+        read_model_config(key, path, trust_remote_code=trusted.get(path, trust_remote_code), overrides=dict(overrides))
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
