@@ -293,6 +293,13 @@ def test_each_micro_batch_agrees_with_a_loop_over_its_tokens(name: str, seed: in
         assert_agrees(name, part, mode, counts)
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_masked_tokens_are_never_chosen_even_if_zeros_would_have_the_largest_covariance(name: str) -> None:
+    batch = random_mini_batch(0)
+    batch = MiniBatch(batch.old - 9, batch.new - 9, batch.advantages - 9, batch.mask)
+    assert_agrees(name, batch, "token-mean", LossCounts.of(batch.mask))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_random_rows_meet_every_clip_and_band(name: str) -> None:
     _, metrics = loss_named(name)(random_mini_batch(0), "token-mean", None)

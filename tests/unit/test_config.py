@@ -71,6 +71,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "clip_ratio_high": NOT_SAID,
         "clip_ratio_c": 3.0,
         "policy_loss.loss_mode": "vanilla",
+        "policy_loss.clip_cov_ratio": 0.0002,
+        "policy_loss.clip_cov_lb": 1.0,
+        "policy_loss.clip_cov_ub": 5.0,
+        "policy_loss.kl_cov_ratio": 0.0002,
+        "policy_loss.ppo_kl_coef": 0.1,
+        "loss_scale_factor": None,
         "loss_agg_mode": "token-mean",
         "entropy_coeff": 0,
         "use_kl_loss": False,
@@ -193,7 +199,15 @@ EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() 
 
 CHOICES = {
     "actor_rollout_ref.rollout.name": "native vllm",
-    "algorithm.adv_estimator": "gae grpo rloo remax reinforce_plus_plus reinforce_plus_plus_baseline",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla gspo gpg clip_cov kl_cov geo_mean cispo",
+    "actor_rollout_ref.actor.loss_agg_mode": (
+        "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"
+    ),
+    "actor_rollout_ref.actor.kl_loss_type": "kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+",
+    "algorithm.adv_estimator": (
+        "gae grpo grpo_passk grpo_vectorized rloo rloo_vectorized opo gpg remax reinforce_plus_plus"
+        " reinforce_plus_plus_baseline"
+    ),
     "algorithm.kl_penalty": "kl k1 abs mse k2 low_var_kl k3",
     "algorithm.kl_ctrl.type": "fixed adaptive",
     "trainer.device": "auto cpu cuda",

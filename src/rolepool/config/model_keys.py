@@ -75,15 +75,15 @@ class PolicyLossConfig(Section):
     own as module:function (docs/extending.md). gspo and geo_mean always use the mean over sequences, not loss_agg_mode.
     clip_cov and kl_cov compare the tokens of one micro-batch, so their results depend on the size of micro-batches."""
     clip_cov_ratio: Fraction = 0.0002
-    """clip_cov: fraction of the tokens of a micro-batch whose loss is removed, at least one token."""
+    """Fraction of the tokens of a micro-batch whose loss clip_cov removes; at least one token."""
     clip_cov_lb: float = 1.0
-    """clip_cov: only tokens with a covariance above this value can be removed."""
+    """Only tokens with a covariance above this value can be removed by clip_cov."""
     clip_cov_ub: float = 5.0
-    """clip_cov: only tokens with a covariance below this value can be removed."""
+    """Only tokens with a covariance below this value can be removed by clip_cov."""
     kl_cov_ratio: Fraction = 0.0002
-    """kl_cov: fraction of the tokens of a micro-batch that get a KL term, at least one token."""
+    """Fraction of the tokens of a micro-batch to which kl_cov adds a KL term; at least one token."""
     ppo_kl_coef: NonNegative = 0.1
-    """kl_cov: weight of that KL term."""
+    """Weight of the KL term of kl_cov."""
 
 
 class ActorConfig(Section):
