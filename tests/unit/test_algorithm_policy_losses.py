@@ -70,6 +70,12 @@ def test_gspo_has_one_ratio_for_the_sequence_and_a_gradient_for_each_token() -> 
     assert metrics["pg_clipfrac"] == 0.5 and metrics["ppo_kl"].item() == pytest.approx(-math.log(2))
 
 
+def test_the_ratio_of_gspo_is_at_most_exp_10_and_has_no_gradient_there() -> None:
+    batch = one_row((math.exp(-13), math.exp(-1), -1.0))  # the ratio is exp(12)
+    assert loss_named("gspo")(batch, "token-sum", None)[0].item() == pytest.approx(math.exp(10), rel=1e-12)
+    assert_close(gradient_of(loss_named("gspo"), batch, "token-sum"), [[0]])
+
+
 def test_gpg_is_reinforce() -> None:
     batch = one_row((0.5, 0.25, 3.0), (0.5, 0.5, -1.0))
     loss, metrics = loss_named("gpg")(batch, "token-mean", None)
