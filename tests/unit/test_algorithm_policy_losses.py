@@ -70,6 +70,12 @@ def test_gspo_has_one_ratio_for_the_sequence_and_a_gradient_for_each_token() -> 
     assert metrics["pg_clipfrac"] == 0.5 and metrics["ppo_kl"].item() == pytest.approx(-math.log(2))
 
 
+def test_the_ratio_of_gspo_is_at_most_exp_10_and_has_no_gradient_there() -> None:
+    batch = one_row((math.exp(-13), math.exp(-1), -1.0))  # the ratio is exp(12)
+    assert loss_named("gspo")(batch, "token-sum", None)[0].item() == pytest.approx(math.exp(10), rel=1e-12)
+    assert_close(gradient_of(loss_named("gspo"), batch, "token-sum"), [[0]])
+
+
 def test_gpg_is_reinforce() -> None:
     batch = one_row((0.5, 0.25, 3.0), (0.5, 0.5, -1.0))
     loss, metrics = loss_named("gpg")(batch, "token-mean", None)
@@ -291,6 +297,13 @@ def test_each_micro_batch_agrees_with_a_loop_over_its_tokens(name: str, seed: in
     counts = LossCounts.of(batch.mask, 12.0)
     for _, part in cut_up(batch, seed):
         assert_agrees(name, part, mode, counts)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_masked_tokens_are_never_chosen_even_if_zeros_would_have_the_largest_covariance(name: str) -> None:
+    batch = random_mini_batch(0)
+    batch = MiniBatch(batch.old - 9, batch.new - 9, batch.advantages - 9, batch.mask)
+    assert_agrees(name, batch, "token-mean", LossCounts.of(batch.mask))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -217,7 +217,15 @@ EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() 
 
 CHOICES = {
     "actor_rollout_ref.rollout.name": "native vllm sglang trtllm hf",
-    "algorithm.adv_estimator": "gae grpo rloo remax reinforce_plus_plus reinforce_plus_plus_baseline",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla gspo gpg clip_cov kl_cov geo_mean cispo",
+    "actor_rollout_ref.actor.loss_agg_mode": (
+        "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"
+    ),
+    "actor_rollout_ref.actor.kl_loss_type": "kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+",
+    "algorithm.adv_estimator": (
+        "gae grpo grpo_passk grpo_vectorized rloo rloo_vectorized opo gpg remax reinforce_plus_plus"
+        " reinforce_plus_plus_baseline"
+    ),
     "algorithm.kl_penalty": "kl k1 abs mse k2 low_var_kl k3",
     "algorithm.kl_ctrl.type": "fixed adaptive",
     "trainer.device": "auto cpu cuda",

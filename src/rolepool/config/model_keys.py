@@ -81,7 +81,7 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = 5.0
     """Only tokens with a covariance below this value can be removed by clip_cov."""
     kl_cov_ratio: Fraction = 0.0002
-    """Fraction of the tokens of a micro-batch that get a KL term from kl_cov; at least one token."""
+    """Fraction of the tokens of a micro-batch to which kl_cov adds a KL term; at least one token."""
     ppo_kl_coef: NonNegative = 0.1
     """Weight of the KL term of kl_cov."""
 
