@@ -17,7 +17,6 @@ from roles_for_tests import Shelf, size_of
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.cluster import calls as calls_module
-from rolepool.cluster import group as group_module
 from rolepool.errors import DataError, WorkerError
 from rolepool.protocol import DataProto, DataProtoFuture
 from rolepool.protocol.columns import same_value
@@ -87,8 +86,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
     monkeypatch.setattr(ray, "put", counted_put)
     monkeypatch.setattr(ray, "get", counted_get)
-    for module in (calls_module, group_module):
-        monkeypatch.setattr(module, "fetch_stored", counted_fetch)
+    monkeypatch.setattr(calls_module, "fetch_stored", counted_fetch)
     return counted
 
 
