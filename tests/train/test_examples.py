@@ -28,7 +28,7 @@ def test_the_notebook_runs_and_its_file_has_its_outputs(root: Path, tmp_path: Pa
     now = [outputs_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
     for printed in (kept, now):
         text = "".join(printed)
-        rewards = [float(number) for number in re.findall(r"validation after step 40: mean score ([\d.]+)", text)]
+        rewards = [float(number) for number in re.findall(r"validation after step 40: mean reward ([\d.]+)", text)]
         assert len(rewards) == 2 and min(rewards) > 0.7, "both placements learn the task"
         assert "2 pools on 2 of 2 CPU slots" in text and "<Figure size" in text
     assert (tmp_path / "runs" / "first_model" / "config.json").exists()
@@ -49,5 +49,5 @@ def test_an_algorithm_of_ones_own_takes_less_than_60_lines_and_learns(root: Path
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    rewards = [float(number) for number in re.findall(r"mean score ([\d.]+)", ended.stdout)]
+    rewards = [float(number) for number in re.findall(r"mean reward ([\d.]+)", ended.stdout)]
     assert len(rewards) == 6 and rewards[-1] > 0.8

@@ -95,7 +95,7 @@ class TrainingConsole(Observer):
         if "console" in self._loggers and "timing_s/step" in metrics:
             self._console.print(short_line(step, metrics), markup=False)
         if score is not None and "verl" not in self._loggers:
-            self._console.print(f"validation after step {step}: mean score {score:.3f}")
+            self._console.print(f"validation after step {step}: mean reward {score:.3f}")
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]
