@@ -36,6 +36,9 @@ class WorkerError(RolepoolError):
     node: str | None = None
     pid: int | None = None
     method: str | None = None
+    is_death: bool = False
+    """Whether a process died or data was lost with it, so that the work can be repeated. Other errors would occur
+    again."""
 
     def __init__(self, problems: str | Iterable[str], **where: str | int | None) -> None:
         super().__init__(problems)

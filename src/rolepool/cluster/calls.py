@@ -297,7 +297,7 @@ def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
-        raise lost.error(f"a result of {lost.maker} is lost because its node died") from None
+        raise lost.error(f"a result of {lost.maker} is lost because its node died", is_death=True) from None
     except RayError as error:
         problem = f"could not be fetched: {reason_of(error)}"
         if isinstance(error, GetTimeoutError):

@@ -24,9 +24,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rolepool.cluster.group import WorkerGroup
-from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, slot_device
-from rolepool.errors import PlacementError, one_line
+from rolepool.cluster.group import WorkerGroup, find_deaths
+from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, reserve, slot_device
+from rolepool.errors import PlacementError, WorkerError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
@@ -69,7 +69,8 @@ class Cluster:
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
-            pools = launch(plan, live_nodes(), cleanup, timeout_s=timeout_s, run_seed=run_seed)
+            self._reserved = reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
+            pools = launch(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
@@ -85,6 +86,25 @@ class Cluster:
         processes = launch_helpers(name, count, self._cleanup, run_seed=self._run_seed)
         self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
+
+    def repair(self) -> list[str]:
+        """Start the processes of pools in which a process died again, on the same slots. Returns the pools' names.
+
+        The group of such a pool is replaced, so its roles must be added again. Other pools are not touched.
+        """
+        for group in self.groups.values():
+            if group.broken is None and (deaths := find_deaths(group.processes)):
+                dead, reason = deaths[0]
+                group.break_with(WorkerError(f"{dead} died: {reason}", pool=dead.pool, is_death=True))
+        broken = [name for name, group in self.groups.items() if group.broken is not None]
+        planned = [name for name in broken if name in self.plan.pools]
+        pools = launch(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
+        for name in broken:
+            if name in pools:
+                self.groups[name] = WorkerGroup(name, pools[name], self.groups)
+            else:
+                self.add_helpers(name, self.groups[name].world_size)
+        return broken
 
     def start_monitors(self) -> Monitors:
         """Sample the use of GPUs and processes on every node, until the cluster is closed."""

@@ -54,7 +54,8 @@ class WorkerGroup:
         self.world_size = len(self.processes)
         self.roles: dict[str, RoleProxy] = {}
         self._all_groups = all_groups
-        self._broken: WorkerError | None = None
+        self.broken: WorkerError | None = None
+        """Why the group cannot be used any more; None if it can."""
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
         """The last calls, to find the call that a dead process was running. The references are weak, so that results
         can be freed."""
@@ -106,13 +107,13 @@ class WorkerGroup:
     # Failure
 
     def raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
 
     def break_with(self, error: WorkerError) -> None:
         """Kill all processes, because some may hang. From now on every call, pending or new, raises this error."""
-        if self._broken is None:
-            self._broken = error
+        if self.broken is None:
+            self.broken = error
             for process in self.processes:
                 ray.kill(process.actor)
 
@@ -122,14 +123,14 @@ class WorkerGroup:
         cause = cause_of(error)
         if (known := self.known_failure(cause)) is not None:
             return known
-        healthy = [group for group in self._all_groups.values() if group._broken is None]
+        healthy = [group for group in self._all_groups.values() if group.broken is None]
         errors = []
         for dead, reason in find_deaths([process for group in healthy for process in group.processes], cause):
             group = self._all_groups[dead.pool]
             ended = group._call_ended_by(dead) or call
             where: dict[str, Any] = {"pool": dead.pool, "rank": dead.rank, "node": dead.address, "pid": dead.pid}
             message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
-            errors.append(WorkerError(message, role=ended.role, method=ended.method, **where))
+            errors.append(WorkerError(message, role=ended.role, method=ended.method, is_death=True, **where))
             group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:
@@ -144,8 +145,8 @@ class WorkerGroup:
         for group in self._all_groups.values():
             names_pool = isinstance(cause, WorkerError) and cause.pool == group.name
             names_process = any(is_death_of(process, cause) for process in group.processes)
-            if group._broken is not None and (names_pool or names_process):
-                return group._broken
+            if group.broken is not None and (names_pool or names_process):
+                return group.broken
         return None
 
     def _call_ended_by(self, process: Process) -> PendingCall | None:
@@ -332,7 +333,7 @@ def error_of(answer: Any) -> RayError | None:
     return None
 
 
-def find_deaths(processes: Sequence[Process], cause: BaseException) -> list[tuple[Process, str]]:
+def find_deaths(processes: Sequence[Process], cause: BaseException | None = None) -> list[tuple[Process, str]]:
     """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
     if isinstance(cause, ActorGoneError):
         return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 import ray._private.state as ray_state
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -122,29 +122,45 @@ def _users_of(node: Node) -> str:
 # Start
 
 
-def launch(
-    plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float, run_seed: int
-) -> dict[str, list[Process]]:
-    """Start the plan's processes, all pools at the same time. Returns the processes of each pool.
+@dataclass(frozen=True)
+class Reservation:
+    """The resources of a plan: its nodes, its device, and for each slot where to start its processes."""
 
-    `cleanup` ends the processes and releases their resources, also those of a start that failed. Raises PlacementError
-    or WorkerError; every wait has a timeout.
-    """
+    plan: Plan
+    nodes: Sequence[Node]
+    device: str
+    bundles: dict[Slot, Any]
+
+
+def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float) -> Reservation:
+    """Reserve the plan's resources; `cleanup` releases them. Raises PlacementError, at the latest after `timeout_s`."""
     device = slot_device(plan.device, nodes)
     nodes = nodes_with_slots(device, nodes)
     _check_capacity(plan, nodes, device)
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
-    bundles = _reserve(plan, nodes, device, timeout_s, cleanup)
-    actors = {}
-    for name, pool in plan.pools.items():
-        num_gpus = 0 if device == "cpu" else pool.share
-        actors[name] = [_start(bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
+    return Reservation(plan, nodes, device, _reserve(plan, nodes, device, timeout_s, cleanup))
+
+
+def launch(
+    reserved: Reservation, names: Iterable[str], cleanup: ExitStack, *, run_seed: int
+) -> dict[str, list[Process]]:
+    """Start the processes of these pools, all pools at the same time. Returns the processes of each pool.
+
+    `cleanup` ends the processes, also those of a start that failed. Raises PlacementError or WorkerError; every wait
+    has a timeout.
+    """
+    plan, device, actors = reserved.plan, reserved.device, dict[str, list[Any]]()
+    for name in names:
+        pool, num_gpus = plan.pools[name], 0 if device == "cpu" else plan.pools[name].share
+        actors[name] = [_start(reserved.bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
     found = _await_start(actors)
-    pools = {name: _match(name, plan.pools[name].slots, actors[name], found[name], nodes, device) for name in actors}
+    pools = {
+        name: _match(name, plan.pools[name].slots, actors[name], found[name], reserved.nodes, device) for name in actors
+    }
     if plan.mps:
         _start_mps(plan, pools)
-    shares = {name: pool.share for name, pool in plan.pools.items()}
+    shares = {name: plan.pools[name].share for name in pools}
     _form_pools(shares, pools, "cpu" if device == "cpu" else plan.device, run_seed)
     _measure_clocks([process for processes in pools.values() for process in processes])
     return pools
@@ -254,7 +270,8 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
             cause = cause_of(error)
             if isinstance(cause, RolepoolError):
                 raise cause from None
-            raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool) from None
+            is_death = isinstance(cause, RayActorError)
+            raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool, is_death=is_death) from None
         if progress is not None:
             logger.info(progress, len(asked) - len(waiting), len(asked))
     return list(ray.get(list(asked)))
@@ -294,7 +311,7 @@ def _match(
 def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
     """Start one daemon on every node, in the first process that shares a GPU there, before any of them uses its GPU."""
     sharing: dict[int, list[Process]] = defaultdict(list)
-    for process in (process for name in plan.sharing_pools for process in processes[name]):
+    for process in (process for name in plan.sharing_pools for process in processes.get(name, ())):
         sharing[process.slot.node].append(process)
     firsts = [members[0] for members in sharing.values()]
     asked = {first.actor.start_mps.remote(): (str(first), first.pool) for first in firsts}

@@ -126,6 +126,11 @@ class RunFolder:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
         self._append("train.log", [console_line(step, metrics)])
 
+    def add_restart(self, step: int, what: str, pools: Sequence[str], seconds: float) -> None:
+        """Record that processes were replaced, and that training went on after this step."""
+        restart = {"what": what, "pools": list(pools), "repeated_from_step": step, "seconds": round(seconds, 3)}
+        self._append("metrics.jsonl", [json.dumps({"step": step, "restart": restart})])
+
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
         lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
         self._append("spans.jsonl", map(json.dumps, lines))

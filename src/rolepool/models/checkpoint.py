@@ -68,6 +68,8 @@ class RankState(BaseModel):
     num_bytes: int
     """Size of all tensors of all ranks."""
     rng: dict[str, Any]
+    step: int | None = None
+    """The step of a snapshot in memory; a checkpoint has it in trainer.json."""
 
 
 # One role
@@ -85,7 +87,7 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
     if dist.is_initialized():
         dist.barrier()  # no rank writes before all have checked the folder
-    tensors = _tensors(trained)
+    tensors = all_tensors(trained)
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
@@ -96,9 +98,13 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         own_class = next(cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule))
         config = {**json.loads(trained.model.config.to_json_string()), "architectures": [own_class.__name__]}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    state = RankState(num_updates=trained.num_updates, num_bytes=bytes_so_far[-1], rng=random_state())
-    text = state.model_dump_json(fallback=lambda array: array.tolist())
-    (folder / _rank_file(rank, num_ranks)).write_text(text, encoding="utf-8")
+    text = rank_state(trained).model_dump_json(fallback=lambda array: array.tolist())
+    (folder / rank_file(rank, num_ranks)).write_text(text, encoding="utf-8")
+
+
+def rank_state(trained: TrainedModel, step: int | None = None) -> RankState:
+    num_bytes = sum(tensor.nbytes for tensor in all_tensors(trained).values())
+    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), step=step)
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
@@ -114,6 +120,7 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
             "from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         )
     trained.optimizer.state.clear()
+    trained.forgive()
     with trained.on_device(training=True), torch.no_grad():
         for name, parameter in _parameters(trained):
             if (step := saved.get(f"{name}/{STEP}")) is not None:
@@ -122,14 +129,23 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
                     STEP: torch.zeros((), dtype=step.properties.dtype, device=trained.device),
                     **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
                 }
-        _read_tensors(folder, _tensors(trained))
+        _read_tensors(folder, all_tensors(trained))
     trained.num_updates = ranks[0].num_updates
     rank, num_ranks = rank_and_count()
     if len(ranks) == num_ranks:
         set_random_state(ranks[rank].rng)
 
 
-def _tensors(trained: TrainedModel) -> dict[str, Tensor]:
+def saved_step(folder: Path) -> int | None:
+    """The step of a snapshot, if the files of all its ranks are there and name the same step; otherwise None."""
+    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
+    if not names or len(names) != int(names[0].removesuffix(".json").rsplit("_", 1)[1]):
+        return None
+    steps = {json.loads((folder / name).read_bytes())["step"] for name in names}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     """Weights, buffers and optimizer states by the name under which they are saved; tied weights are listed once."""
     # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
     tensors: dict[str, Tensor] = trained.model.state_dict()
@@ -151,7 +167,7 @@ def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
     """Differences between saved and expected tensors. A parameter that never had a gradient has no optimizer states."""
-    wanted = {name: tensor for name, tensor in _tensors(trained).items() if "/" not in name}
+    wanted = {name: tensor for name, tensor in all_tensors(trained).items() if "/" not in name}
     for name, parameter in _parameters(trained):
         if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
             wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
@@ -172,7 +188,7 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     if not names:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
     num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
-    if missing := sorted({_rank_file(rank, num_ranks) for rank in range(num_ranks)} - {*names}):
+    if missing := sorted({rank_file(rank, num_ranks) for rank in range(num_ranks)} - {*names}):
         raise ConfigError(f"{folder / name}: missing" for name in missing)
     ranks, fix = [], "copy the checkpoint again"
     for name in names:
@@ -213,7 +229,7 @@ def _plain_errors(folder: Path) -> Iterator[None]:
             raise RolepoolError(f"{folder}: {failed}") from error
 
 
-def _rank_file(rank: int, num_ranks: int) -> str:
+def rank_file(rank: int, num_ranks: int) -> str:
     return f"rank_{rank:05d}_of_{num_ranks:05d}.json"
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class DeviceModel:
         finally:
             self._leave_device()
 
+    def forgive(self) -> None:
+        """Use the model again after a failed update, because all its weights are replaced."""
+        self._failed = None
+
     def _leave_device(self) -> None:
         """Free memory after a use of the model: gathered weights, and what is offloaded."""
         if isinstance(self.model, FSDPModule):
@@ -103,6 +108,11 @@ class TrainedModel(DeviceModel):
         self._moves = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
         self._leave_device()
 
+    @cached_property
+    def copy_stream(self) -> torch.cuda.Stream:
+        """The stream that copies weights to host memory while the GPU computes."""
+        return torch.cuda.Stream()
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
@@ -125,6 +135,8 @@ class TrainedModel(DeviceModel):
         would then be idle until it gets more work.
         """
         self.model.train()
+        if self.device == "cuda":
+            torch.cuda.current_stream().wait_stream(self.copy_stream)  # a snapshot may still read the weights
         totals: dict[str, Tensor] = {}
         for number, rows in enumerate(micro_batches, 1):
             if isinstance(self.model, FSDPModule):

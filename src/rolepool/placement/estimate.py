@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -300,6 +301,22 @@ def _role_memory(
         sizes[operation] = chosen = held.choose(size, num_rows, room)
         memories.append(held.memory(chosen, num_rows, held.length * chosen.most_rows(num_rows, held.length)))
     return max(memories, key=lambda memory: memory.working), sizes
+
+
+SNAPSHOT_BYTES_PER_PARAM = 12
+"""A weight and AdamW's two moments, in float32."""
+
+
+def snapshot_bytes(config: Config, plan: Plan) -> int:
+    """Shared memory for the snapshots of all roles that are trained: two copies of their state. A role whose shape is
+    not known counts as 0."""
+    total = 0
+    for role in plan.roles:
+        if ROLE_SPECS[role].is_trained:
+            with suppress(ShapeUnknown):
+                held = held_model(config, role, plan.pool_of(role).world_size)
+                total += 2 * SNAPSHOT_BYTES_PER_PARAM * held.num_params
+    return total
 
 
 # All pools

@@ -55,10 +55,11 @@ class Reply(NamedTuple):
         """The process and method that replied, for messages."""
         return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
 
-    def error(self, problem: str) -> WorkerError:
+    def error(self, problem: str, **more: Any) -> WorkerError:
         """An error about the process that replied."""
         span = self.span
-        return WorkerError(problem, pool=span.pool, role=span.role, rank=span.rank, node=span.node, method=span.method)
+        where = {"pool": span.pool, "role": span.role, "rank": span.rank, "node": span.node, "method": span.method}
+        return WorkerError(problem, **where, **more)
 
 
 def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:

@@ -27,6 +27,7 @@ from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, TokenScores, on_device, response_log_probs
+from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
@@ -180,6 +181,7 @@ class TrainedRole(ModelRole):
             num_training_steps=num_training_steps,
             checkpointing=self.checkpointing,
         )
+        self.snapshots = SnapshotWriter(self.trained)
         # Kept activations save time; their memory is not planned on a CPU.
         if self.checkpointing and self.device != "cpu":
             self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
@@ -249,8 +251,14 @@ class TrainedRole(ModelRole):
         save_trained(self.trained, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def take_snapshot(self, folder: str, step: int) -> None:
+        """Copy the same to a folder in shared memory, which the next snapshot but one writes again."""
+        self.snapshots.write(Path(folder), step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load what any number of ranks saved there."""
+        self.snapshots.wait()
         load_trained(self.trained, Path(folder))
 
 

@@ -43,9 +43,10 @@ def build_roles(
     num_training_steps: int,
     dtype: torch.dtype = torch.float32,
     reward: Callable[..., Any] | None = None,
+    kept: Roles | None = None,
 ) -> Roles:
     """Build every role on its pool, all pools at the same time, and wait until they are ready. `reward` is a reward
-    function that the config does not name.
+    function that the config does not name. Of `kept`, roles on pools that still work are not built again.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
@@ -74,8 +75,11 @@ def build_roles(
         elif spec.rule_worker is not None:
             num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
             tp_size, name, worker = 1, spec.operations[0].name, spec.rule_worker
-            group = cluster.add_helpers(RULE_POOL, num_helpers)
+            group = cluster.groups.get(RULE_POOL) or cluster.add_helpers(RULE_POOL, num_helpers)
         else:
+            continue
+        if kept is not None and kept.by_name[role].group is group:
+            proxies[role] = kept.by_name[role]
             continue
         worker_class = import_object(f"worker of role {role}", worker)
         proxies[role] = group.add_role(name, worker_class, config, setup, tensor_parallel=tp_size, blocking=False)

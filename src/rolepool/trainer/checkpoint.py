@@ -61,6 +61,11 @@ class Checkpoints:
         with explained(f"{state}: not a trainer state", "resume from another checkpoint", ValidationError):
             return path, Position.model_validate_json(state.read_bytes())
 
+    def newest(self) -> tuple[Path, Position] | None:
+        """The newest checkpoint of the run folder, and the state of the run when it was saved."""
+        path = model_files.newest_checkpoint(self._folder.path, self._parts)
+        return None if path is None else (path, Position.model_validate_json((path / "trainer.json").read_bytes()))
+
     def check_folder_is_shared(self, roles: Roles) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
         probe = self._folder.path.absolute() / ".shared-folder-probe"

@@ -7,8 +7,10 @@ step has begun. Saving and validating wait for that.
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -18,7 +20,7 @@ import torch
 from rolepool.cluster import Cluster, LiveState, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.errors import ConfigError, PlacementError, Terminated
+from rolepool.errors import ConfigError, PlacementError, Terminated, WorkerError
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
@@ -33,6 +35,7 @@ from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
+from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import Roles, StepCalls
 
 logger = logging.getLogger(__name__)
@@ -103,8 +106,13 @@ class Trainer:
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
-        self.start_step = self.saved_step = 0
+        self.snapshots = Snapshots(self.config, self.plan)
+        self.start_step = self.saved_step = self.num_restarts = 0
+        self.validated_step = -1
         self._before: list[Recorded] = []
+        self._unfinished: StepCalls | None = None
+        """The last step, if its row is not written yet."""
+        self._last_row = 0
 
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
@@ -133,6 +141,7 @@ class Trainer:
                     "trainer.resume_mode=disable to start a new run"
                 )
                 return
+            self._last_row = self.start_step
             try:
                 self._run(saved, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
@@ -140,28 +149,10 @@ class Trainer:
 
     def _run(self, saved: Path | None, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
-        ray_init = self.config.ray_kwargs.ray_init
         if self.save_freq < 0 and not self.config.trainer.val_only:
             self.observer.on_notice("no checkpoint will be saved (trainer.save_freq=-1)")
-        num_processes = sum(pool.world_size for pool in self.plan.pools.values())
-        self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
-        with Cluster(
-            self.plan,
-            address=ray_init.address,
-            num_cpus=ray_init.num_cpus,
-            timeout_s=self.config.placement.timeout_s,
-            run_seed=self.config.trainer.seed,
-        ) as cluster:
-            self.observer.on_phase("loading models")
-            roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
-            self.monitors = cluster.start_monitors()  # early, because starting them takes a while
-            if self.save_freq > 0 or saved is not None:
-                self.checkpoints.check_folder_is_shared(roles)
-            if saved is not None:
-                self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
-                self.checkpoints.load(roles, saved)
-            for call in roles.sync_weights(self.start_step):
-                call.get()
+        with ExitStack() as cleanup:
+            self._start(saved, cleanup)
             if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
                 aside = self.folder.begin(after_step)
                 if aside is not None:
@@ -169,76 +160,181 @@ class Trainer:
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
                 self.folder.write("config.yaml", self.loaded.to_yaml())
+            cleanup.callback(self.loggers.close)
             self.loggers.start(self.folder.path)
-            self.live = LiveState(cluster.groups, lambda text: self.folder.write("state.json", text))
-            try:
-                self._train(roles)
-            finally:
-                self.live.stop()
-                self.loggers.close()
+            self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
+            cleanup.callback(self.live.stop)
+            cleanup.callback(self.snapshots.close)
+            self._train()
 
-    def _train(self, roles: Roles) -> None:
-        keys = self.config.trainer
-        if keys.val_only or (keys.val_before_train and self.start_step == 0 and self.val_prompts is not None):
-            self.observer.on_phase("validating")
-            self._validate(roles, self.start_step)
-        if keys.val_only:
-            return
-        self.observer.on_phase(f"training from step {self.start_step + 1} to step {self.num_steps}")
-        unfinished: StepCalls | None = None
-        self.interrupt.in_steps = True
-        for number in range(self.start_step + 1, self.num_steps + 1):
+    def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
+        """Start all processes and build the roles, with the weights of a checkpoint if there is one. If a process dies
+        meanwhile, all are started again."""
+        num_processes, ray_init = (
+            sum(pool.world_size for pool in self.plan.pools.values()),
+            self.config.ray_kwargs.ray_init,
+        )
+        for attempt in count(1):
+            self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
+            with ExitStack() as started:
+                try:
+                    self.cluster = Cluster(
+                        self.plan,
+                        address=ray_init.address,
+                        num_cpus=ray_init.num_cpus,
+                        timeout_s=self.config.placement.timeout_s,
+                        run_seed=self.config.trainer.seed,
+                    )
+                    started.enter_context(self.cluster)
+                    self.observer.on_phase("loading models")
+                    self._build_roles()
+                    self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
+                    if self.save_freq > 0 or saved is not None:
+                        self.checkpoints.check_folder_is_shared(self.roles)
+                    if saved is not None:
+                        self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
+                        self.checkpoints.load(self.roles, saved)
+                    for call in self.roles.sync_weights(self.start_step):
+                        call.get()
+                except WorkerError as error:
+                    if not error.is_death or attempt > self.config.trainer.max_restarts:
+                        raise
+                    self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
+                    continue
+                cleanup.push(started.pop_all())
+                return
+
+    def _build_roles(self, kept: Roles | None = None) -> None:
+        self.roles = build_roles(
+            self.cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward, kept=kept
+        )
+
+    def _train(self) -> None:
+        """Train until the last step. After a death, go on after the last step whose weights were kept."""
+        if self.snapshots.why_off is not None and not self.config.trainer.val_only:
+            what = "if a process dies, training goes on from the last checkpoint"
+            self.observer.on_notice(f"no snapshots in memory because {self.snapshots.why_off}; {what}")
+        number, has_its_weights = self.start_step, True
+        self.snapshots.take(self.roles, self._position(number))
+        while True:
             try:
-                unfinished = self._step(roles, number, unfinished)
+                if not has_its_weights:
+                    self._begin_step(number)
+                self._end_step(number)
+            except WorkerError as error:
+                number, has_its_weights = self._recover(error), True
+                continue
             except KeyboardInterrupt:
+                if not self.interrupt.in_steps:
+                    raise
                 ended = self._before[0].step if self._before else self.start_step
                 words = f"the steps after step {ended} were dropped; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(words) from None
-            if self.interrupt.asked and unfinished is None and number < self.num_steps:
-                command = "the same command" + ("" if keys.resume_mode == "auto" else " with trainer.resume_mode=auto")
-                after = "not saved (trainer.save_freq=-1)"
-                if self.saved_step == number:
-                    after = f"saved; {command} resumes from it"
-                elif self.save_freq > 0 and self.bad_steps.reason is not None:
-                    after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
-                raise KeyboardInterrupt(f"step {number} was finished and {after}")
+            if self.config.trainer.val_only or number >= self.num_steps:
+                return
+            if self.interrupt.asked and self._unfinished is None and number > self.start_step:
+                raise KeyboardInterrupt(self._ended_in_words(number))
+            number, has_its_weights = number + 1, False
 
-    def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
-        """Returns the step's calls if some may still run in the next step, or None if all have ended."""
+    def _ended_in_words(self, number: int) -> str:
+        mode = self.config.trainer.resume_mode
+        after = "not saved (trainer.save_freq=-1)"
+        if self.saved_step == number:
+            after = (
+                f"saved; the same command{'' if mode == 'auto' else ' with trainer.resume_mode=auto'} resumes from it"
+            )
+        elif self.save_freq > 0 and self.bad_steps.reason is not None:
+            after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
+        return f"step {number} was finished and {after}"
+
+    def _begin_step(self, number: int) -> None:
+        """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
         self.live.begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
-        step = self.step(self.config, roles, self.estimator, prompts, number)
+        step = self.step(self.config, self.roles, self.estimator, prompts, number)
+        self.snapshots.take(self.roles, self._position(number))
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
             rollouts = cast(DataProtoFuture, step.calls["gen"][0]).get(keys=TOKENS)
             samples = samples_of(prompts, rollouts, step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         lengths = step.estimated.lengths
-        step.estimated.metrics.update(length_metrics(self.config, lengths, roles.actor.dp_size, number))
-        if before is not None:
-            self._finish(before, step)
+        step.estimated.metrics.update(length_metrics(self.config, lengths, self.roles.actor.dp_size, number))
+        self._finish(following=step)
+        self._unfinished = step
+
+    def _end_step(self, number: int) -> None:
+        """Validate and save if it is time. Otherwise, the step's last calls may still run in the next step."""
+        keys = self.config.trainer
+        if number == self.start_step:
+            if keys.val_only or (keys.val_before_train and number == 0 and self.val_prompts is not None):
+                self._validate(number)
+            if not keys.val_only and not self.interrupt.in_steps:
+                self.observer.on_phase(f"training from step {number + 1} to step {self.num_steps}")
+                self.interrupt.in_steps = True
+            return
         is_last = number == self.num_steps
-        frequencies = (self.config.trainer.test_freq, self.save_freq)
-        tests, saves = (every > 0 and (number % every == 0 or is_last) for every in frequencies)
+        tests, saves = (every > 0 and (number % every == 0 or is_last) for every in (keys.test_freq, self.save_freq))
         if not (tests or saves or is_last or self.interrupt.asked):
-            return step
-        self._finish(step, None)
+            return
+        self._finish()
         if tests and not self.interrupt.asked:
-            self._validate(roles, number)
-        if saves or (self.save_freq > 0 and self.interrupt.asked):
+            self._validate(number)
+        if (saves or (self.save_freq > 0 and self.interrupt.asked)) and self.saved_step < number:
             if self.bad_steps.reason is None:
-                self._save(roles, number)
+                self._save(number)
             else:
                 self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
-        return None
 
-    def _validate(self, roles: Roles, number: int) -> None:
-        if self.val_prompts is None:
+    def _position(self, number: int) -> Position:
+        kl_controller = self.estimator.kl_controller.state_dict()
+        return Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
+
+    def _recover(self, error: WorkerError) -> int:
+        """Replace the processes that died, and load the last state that is complete. Returns its step.
+
+        Raises the error if the work would fail again, if it failed too often, or if there is no such state.
+        """
+        start_s = time.monotonic()
+        self.num_restarts += 1
+        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+            raise error
+        self.live.begin("replacing processes")
+        try:
+            pools = self.cluster.repair()
+            self._build_roles(kept=self.roles)
+            with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
+                self._finish()
+            found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
+            if found is None:
+                raise error
+            folder, position = found
+            self._unfinished = None
+            self.checkpoints.load(self.roles, folder)
+            self.loader.load_state_dict(position.data)
+            self.estimator.kl_controller.load_state_dict(position.kl_controller)
+            for call in self.roles.sync_weights(position.step):
+                call.get()
+            self.monitors = self.cluster.start_monitors()
+        except WorkerError as again:
+            if again is error:
+                raise
+            return self._recover(again)
+        seconds = time.monotonic() - start_s
+        what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"
+        self.observer.on_notice(f"{what} ({seconds:.1f} s)")
+        self.folder.add_restart(position.step, error.problems[0], pools, seconds)
+        return position.step
+
+    def _validate(self, number: int) -> None:
+        if self.val_prompts is None or self.validated_step >= number:
             return
         keys = self.config.trainer
+        if not self.interrupt.in_steps:
+            self.observer.on_phase("validating")
         self.live.begin(f"validation after step {number}")
-        metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
+        metrics, samples, spans = validate(self.config, self.roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
             write_samples("trainer.validation_data_dir", keys.validation_data_dir, number, samples)
@@ -246,28 +342,34 @@ class Trainer:
         self._write(number, metrics)
         self.observer.on_samples(number, samples[:NUM_SAMPLES])
         self.loggers.log_samples(number, samples[: keys.log_val_generations])
+        self.validated_step = number
 
-    def _save(self, roles: Roles, number: int) -> None:
+    def _save(self, number: int) -> None:
         self.live.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
-            data, kl_controller = self.loader.state_dict(), self.estimator.kl_controller.state_dict()
-            self.checkpoints.save(roles, Position(step=number, data=data, kl_controller=kl_controller))
+            self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
 
-    def _finish(self, step: StepCalls, following: StepCalls | None) -> None:
-        """Wait for a step's last calls and write its row."""
+    def _finish(self, following: StepCalls | None = None) -> None:
+        """Wait for the last calls of the unfinished step and write its row, unless it was written before a death."""
+        step = self._unfinished
+        if step is None:
+            return
         recorded = record(step)
         generation = following.calls["gen"][0].spans() if following else []
         after = [Recorded(step.number + 1, "gen", span) for span in generation]
         next_start_s = min((span.start_s for span in generation), default=None)
         metrics = step_row(step, recorded, [*self._before, *after], next_start_s, self.plan)
-        self._before = recorded
+        self._before, self._unfinished = recorded, None
+        if step.number <= self._last_row:
+            return
         self.folder.add_spans(recorded)
         samples = self.monitors.take()
         self.folder.add_monitor(samples)
         self._write(step.number, {**metrics, **pool_utilization(samples)})
+        self._last_row, self.num_restarts = step.number, 0
         self.bad_steps.add(step.number, metrics)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:

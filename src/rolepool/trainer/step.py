@@ -142,6 +142,8 @@ class TrainedCalls(Protocol):
 
     def load_checkpoint(self, folder: str) -> CallFuture: ...
 
+    def take_snapshot(self, folder: str, step: int) -> CallFuture: ...
+
 
 class ActorCalls(TrainedCalls, Protocol):
     def compute_log_prob(self, data: Batch) -> DataProtoFuture:

@@ -1,0 +1,118 @@
+"""Snapshots of models in training: copies in shared memory, which stay if the process dies.
+
+Owns writing them. A complete snapshot looks like a role's folder of a checkpoint, so `load_trained` reads it, with any
+number of ranks. Its files are written again for every snapshot, because new pages of shared memory take longer than
+the copy itself.
+"""
+
+import json
+import mmap
+import threading
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rolepool.files import write_atomically
+from rolepool.models.checkpoint import all_tensors, rank_file, rank_state
+from rolepool.models.sharding import rank_and_count
+from rolepool.models.training import TrainedModel
+
+Part = tuple[Tensor, tuple[int, ...]]
+"""What a rank holds of a tensor, and where that begins in the whole tensor."""
+
+
+class SnapshotWriter:
+    """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other work."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self._trained = trained
+        self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
+        self._ending: threading.Thread | None = None
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write the state after this step. The snapshot is complete when the files of all ranks name the step."""
+        self.wait()
+        rank, num_ranks = rank_and_count()
+        own_file = folder / rank_file(rank, num_ranks)
+        own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
+        parts = own_parts(self._trained)
+        copies = self._opened(folder / f"shard-{rank:05d}.safetensors", parts)
+        text = rank_state(self._trained, step).model_dump_json(fallback=lambda array: array.tolist())
+        if self._trained.device == "cpu":
+            for name, (tensor, _) in parts.items():
+                copies[name].copy_(tensor)
+            write_atomically(own_file, [text])
+            return
+        stream = self._trained.copy_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for name, (tensor, _) in parts.items():
+                copies[name].copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+
+        def end() -> None:
+            copied.synchronize()
+            write_atomically(own_file, [text])
+
+        self._ending = threading.Thread(target=end, daemon=True)
+        self._ending.start()
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written."""
+        if self._ending is not None:
+            self._ending.join()
+            self._ending = None
+
+    def _opened(self, path: Path, parts: dict[str, Part]) -> dict[str, Tensor]:
+        """The tensors of a file, which are the file's memory. Makes the file anew if it is for other tensors."""
+        names = [(name, tensor.shape) for name, (tensor, _) in parts.items()]
+        if path not in self._files or self._files[path][0] != names:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
+            tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
+            path.unlink(missing_ok=True)
+            save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            self._files[path] = names, _mapped(path, tensors, pin=self._trained.device != "cpu")
+        return self._files[path][1]
+
+
+def own_parts(trained: TrainedModel) -> dict[str, Part]:
+    """What this rank writes: its shards, if it is the first of its replicas, and on rank 0 what is not sharded."""
+    parts: dict[str, Part] = {}
+    rank, _ = rank_and_count()
+    for name, tensor in all_tensors(trained).items():
+        if not isinstance(tensor, DTensor):
+            if rank == 0:
+                parts[name] = tensor.detach(), (0,) * tensor.dim()
+            continue
+        mesh, placements = tensor.device_mesh, tensor.placements
+        place = mesh.get_coordinate() or [0] * mesh.ndim
+        if any(at and isinstance(how, Replicate) for at, how in zip(place, placements, strict=True)):
+            continue
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        local = tensor.to_local().detach()
+        if local.numel():
+            parts[name] = local, tuple(offset)
+    return parts
+
+
+def _mapped(path: Path, tensors: dict[str, Tensor], *, pin: bool) -> dict[str, Tensor]:
+    """The tensors of a safetensors file as views of its memory."""
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    size = int.from_bytes(memory[:8], "little")
+    header, start = json.loads(memory[8 : 8 + size]), 8 + size
+    if pin:  # the GPU copies only to pinned memory while it goes on with other work
+        first = torch.frombuffer(memory, dtype=torch.uint8)
+        torch.cuda.cudart().cudaHostRegister(first.data_ptr(), len(memory), 0)
+    return {
+        name: torch.frombuffer(
+            memory, dtype=tensor.dtype, count=tensor.numel(), offset=start + header[name]["data_offsets"][0]
+        ).view(tensor.shape)
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,67 @@
+"""Snapshots of a run in shared memory: where they are, when they are taken, and which one is complete.
+
+Owns the folder in shared memory. Two snapshots are written in turn, so that one is complete while the other is written.
+The ranks write them (`rolepool.models.snapshot`); the driver keeps the position in the data.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from rolepool.config import Config
+from rolepool.models.checkpoint import saved_step
+from rolepool.placement import Plan
+from rolepool.placement.estimate import GIB, snapshot_bytes
+from rolepool.trainer.checkpoint import Position
+from rolepool.trainer.step import Roles
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Snapshots:
+    """The last two snapshots of a run. If `why_off` is not None, there are none, and it says why."""
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        self._every = config.trainer.snapshot_freq
+        self._taken: list[Position] = []
+        self._folder: Path | None = None
+        self.why_off = self._why_off(config, plan)
+
+    def _why_off(self, config: Config, plan: Plan) -> str | None:
+        if self._every < 1:
+            return f"trainer.snapshot_freq={self._every}"
+        if len({slot.node for pool in plan.pools.values() for slot in pool.slots}) > 1:
+            return "the run uses several nodes"
+        needed, free = snapshot_bytes(config, plan), shutil.disk_usage(SHARED_MEMORY).free
+        if needed > free:
+            return f"they need {needed / GIB:.1f} GiB, and {SHARED_MEMORY} has {free / GIB:.1f} GiB free"
+        return None
+
+    def take(self, roles: Roles, position: Position) -> None:
+        """Queue a snapshot of the state after this step, if one is due. The first one is always taken."""
+        if self.why_off is not None or (self._taken and position.step % self._every):
+            return
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"rolepool-{os.getpid()}-", dir=SHARED_MEMORY))
+        # A step that is repeated is written to the same place.
+        self._taken = [*(one for one in self._taken if one.step < position.step), position][-2:]
+        for name, role in roles.trained.items():
+            role.take_snapshot(str(self._place(position) / name), position.step)
+
+    def newest(self, roles: Roles, most: int) -> tuple[Path, Position] | None:
+        """The newest complete snapshot of a step up to `most`: its folder, and the state of the run; None if there is
+        none."""
+        for position in reversed([one for one in self._taken if one.step <= most]):
+            folder = self._place(position)
+            if all(saved_step(folder / name) == position.step for name in roles.trained):
+                return folder, position
+        return None
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _place(self, position: Position) -> Path:
+        assert self._folder is not None
+        return self._folder / str(position.step // max(1, self._every) % 2)
