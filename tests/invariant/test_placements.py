@@ -166,7 +166,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
                 }
             )
         names = roles.actor.weight_names().get()
-        course.weights.update(roles.actor.export_weights(names).get().batch.items())
+        course.weights.update(roles.actor.export_weights(*names).get().batch.items())
     return course
 
 

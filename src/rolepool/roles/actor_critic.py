@@ -96,7 +96,7 @@ class Actor(TrainedRole):
         return list(names.values())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def export_weights(self, names: list[str]) -> DataProto:
+    def export_weights(self, *names: str) -> DataProto:
         """Some weights, gathered from all ranks, in the dtype that rollouts use (16 bits on GPUs). Rank 0 returns a
         batch of one row. The other ranks only take part in gathering: they copy nothing and return an empty batch."""
         dtype = None if self.device == "cpu" else torch.bfloat16

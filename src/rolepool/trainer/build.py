@@ -137,7 +137,7 @@ def sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[Ca
     groups = [names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)]
 
     def sync(version: int) -> list[CallFuture]:
-        taken = [rollout.take_weights(actor.export_weights(group)) for group in groups]
+        taken = [rollout.take_weights(actor.export_weights(*group)) for group in groups]
         return [*taken, rollout.end_of_weights(version)]
 
     return sync
