@@ -58,8 +58,8 @@ class Reply(NamedTuple):
     def error(self, problem: str, **more: Any) -> WorkerError:
         """An error about the process that replied."""
         span = self.span
-        where = {"pool": span.pool, "role": span.role, "rank": span.rank, "node": span.node, "method": span.method}
-        return WorkerError(problem, **where, **more)
+        where: dict[str, Any] = {"pool": span.pool, "role": span.role, "rank": span.rank, "node": span.node}
+        return WorkerError(problem, method=span.method, **where, **more)
 
 
 def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:

@@ -27,8 +27,8 @@ from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, TokenScores, on_device, response_log_probs
-from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
+from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
