@@ -42,9 +42,11 @@ from rolepool.models.checkpoint import (
     publish,
     remove_old,
     save_trained,
+    saved_step,
     temporary_folder,
 )
 from rolepool.models.sharding import sum_over_ranks, whole
+from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import TrainedModel
 
 pytestmark = pytest.mark.slow  # a minute and more of real processes; training does not save checkpoints yet
@@ -165,6 +167,19 @@ def load_and_go_on(setting: Setting, folder: Path, noisy: bool = False) -> tuple
     assert trained.num_updates == 3
     state = whole_state(trained)
     return state, train(trained, 2, noisy=noisy)
+
+
+def snapshot_and_go_on(setting: Setting, folder: Path) -> tuple[dict[str, Any], list[float]]:
+    """Three steps with a snapshot after each, all in the same folder, and two more: the last state, and the losses."""
+    trained = build(setting)
+    seed_all(dist.get_rank() if dist.is_initialized() else 0)
+    snapshots = SnapshotWriter(trained)
+    snapshots.write(folder, 0)  # without optimizer states, so the files are made anew after the first step
+    for step in (1, 2, 3):
+        train(trained, 1)
+        snapshots.write(folder, step)
+    state = whole_state(trained)
+    return state, train(trained, 2)
 
 
 def draws_after_load(folder: Path) -> tuple[float, float, float]:
@@ -314,6 +329,41 @@ def test_going_on_with_as_many_ranks_is_the_same_bit_for_bit(
     uninterrupted = ranks(num_ranks)(save_and_go_on, Setting("untied"), tmp_path / "role", True)
     resumed = ranks(num_ranks)(load_and_go_on, Setting("untied"), tmp_path / "role", True)
     assert [losses for _, losses in resumed] == [losses for _, losses in uninterrupted]
+
+
+@pytest.mark.parametrize(
+    "setting", [FLOAT32, FLOAT64, Setting("untied", fsdp_size=1)], ids=["tied", "value", "replicas"]
+)
+@pytest.mark.parametrize("num_saving", [1, 2, 3])
+def test_any_number_of_ranks_reads_a_snapshot(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting
+) -> None:
+    saved, losses = ranks(num_saving)(snapshot_and_go_on, setting, tmp_path / "role")[0]
+    assert saved_step(tmp_path / "role") == 3
+    for num_loading in (1, 2, 3):
+        for state, losses_after in ranks(num_loading)(load_and_go_on, setting, tmp_path / "role"):
+            assert_same(state, saved)
+            assert losses_after == pytest.approx(losses, rel=1e-5, abs=0)
+
+
+def test_a_snapshot_is_complete_when_all_ranks_have_written_it(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert saved_step(tmp_path / "role") is None
+    ranks(2)(snapshot_and_go_on, FLOAT32, tmp_path / "role")
+    first = next((tmp_path / "role").glob("rank_00000_*"))
+    text = first.read_text()
+    first.unlink()
+    assert saved_step(tmp_path / "role") is None
+    first.write_text(text.replace('"step":3', '"step":1'))
+    assert saved_step(tmp_path / "role") is None
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    snapshots = SnapshotWriter(build(FLOAT32))
+    snapshots.write(tmp_path / "file" / "role", 1)
+    snapshots.write(tmp_path / "file" / "role", 2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no more snapshots" in caplog.text
 
 
 def test_random_states_come_back_on_each_rank_and_only_for_as_many_ranks(

@@ -6,20 +6,25 @@ the copy itself.
 """
 
 import json
+import logging
 import mmap
 import threading
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rolepool.errors import one_line
 from rolepool.files import write_atomically
 from rolepool.models.checkpoint import all_tensors, rank_file, rank_state
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
+
+logger = logging.getLogger(__name__)
 
 Part = tuple[Tensor, tuple[int, ...]]
 """What a rank holds of a tensor, and where that begins in the whole tensor."""
@@ -32,9 +37,20 @@ class SnapshotWriter:
         self._trained = trained
         self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
         self._ending: threading.Thread | None = None
+        self._is_off = False
 
     def write(self, folder: Path, step: int) -> None:
-        """Write the state after this step. The snapshot is complete when the files of all ranks name the step."""
+        """Write the state after this step. The snapshot is complete when the files of all ranks name the step. If it
+        cannot be written, there is a warning, and no further one is tried."""
+        if self._is_off:
+            return
+        try:
+            self._write(folder, step)
+        except (OSError, SafetensorError) as error:
+            logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
+            self._is_off = True
+
+    def _write(self, folder: Path, step: int) -> None:
         self.wait()
         rank, num_ranks = rank_and_count()
         own_file = folder / rank_file(rank, num_ranks)

@@ -308,10 +308,11 @@ SNAPSHOT_BYTES_PER_PARAM = 12
 
 
 def snapshot_bytes(config: Config, plan: Plan) -> int:
-    """Shared memory for the snapshots of all roles that are trained: two copies of their state. A role whose shape is
-    not known counts as 0."""
+    """Shared memory for the snapshots of all roles that are trained: two copies of their state. 0 if none are taken; a
+    role whose shape is not known counts as 0, too."""
+    is_one_node = len({slot.node for pool in plan.pools.values() for slot in pool.slots}) == 1
     total = 0
-    for role in plan.roles:
+    for role in plan.roles if is_one_node and config.trainer.snapshot_freq > 0 else ():
         if ROLE_SPECS[role].is_trained:
             with suppress(ShapeUnknown):
                 held = held_model(config, role, plan.pool_of(role).world_size)
@@ -347,6 +348,8 @@ class MemoryEstimate:
     pools: dict[str, PoolMemory]
     micro_batches: dict[str, MicroBatch]
     unknown: dict[Role, str]
+    snapshot_bytes: int = 0
+    """Shared memory of a node for snapshots of trained models; 0 if none are taken or their size is not known."""
 
     @property
     def excess(self) -> int:
@@ -357,7 +360,7 @@ class MemoryEstimate:
 def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
     """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of it. If it is None,
     micro-batches are chosen for a GPU with enough memory."""
-    estimate = MemoryEstimate({}, {}, {})
+    estimate = MemoryEstimate({}, {}, {}, snapshot_bytes(config, plan))
     for name, pool in plan.pools.items():
         limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
         least: dict[Role, RoleMemory] = {}

@@ -61,7 +61,8 @@ def plan_as_json(
     }
     document = plan.model_dump(mode="json") | {
         "overlaps": overlaps,
-        "memory": {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown},
+        "memory": {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown}
+        | {"snapshot_bytes": estimate.snapshot_bytes},
         "problems": list(problems),
         "advice": [{"override": item.override, "excess_bytes": item.excess} for item in advice],
     }
@@ -191,6 +192,9 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
         if plan.mps and plan.sharing_pools:
             nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
             notes.append(("CUDA MPS", nodes))
+    if estimate.snapshot_bytes > GIB // 10:
+        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm, to go on if a process dies"
+        notes.append(("snapshots", needed))
     return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
 
 

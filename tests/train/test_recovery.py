@@ -1,0 +1,82 @@
+"""A process dies, and training goes on: the rows of metrics are those of a run in which nothing died."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rolepool.errors import WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_chaos() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("chaos", ROOT / "benchmarks" / "chaos.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chaos"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+chaos = load_chaos()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    made: list[str] = chaos.demo_keys(tmp_path_factory.mktemp("demo") / "data")
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(keys: list[str], one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run without deaths."""
+    return chaos.run(tmp_path_factory.mktemp("undisturbed") / "run", keys)
+
+
+CASES = (
+    "actor0:update",
+    "critic:generation",
+    "rollout:sync",
+    "reward:scoring",
+    "actor1:checkpoint",
+    "rollout:validation",
+)
+SLOW = ("actor0:start", "critic:snapshot", "actor1:snapshot", "reward:validation")
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], *SLOW))]
+)
+@pytest.mark.timeout(200)
+def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], expected: Any, tmp_path: Path) -> None:
+    outcome = chaos.run(tmp_path / "run", keys, case)
+    assert outcome.seconds is not None, "the victim was not killed"
+    assert outcome.rows == expected.rows
+    if not case.endswith(":start"):
+        (restart,) = outcome.restarts
+        assert restart["pools"] == [chaos.VICTIMS[case.partition(":")[0]][0]]
+        assert "died" in restart["what"]
+    assert not list(Path("/dev/shm").glob(f"rolepool-{__import__('os').getpid()}-*"))
+
+
+@pytest.mark.slow
+def test_without_snapshots_training_goes_on_from_the_checkpoint(keys: list[str], expected: Any, tmp_path: Path) -> None:
+    more = ["trainer.snapshot_freq=-1", "trainer.save_freq=1"]
+    outcome = chaos.run(tmp_path / "run", [*keys, *more], "critic:update")
+    rows = [row for row in outcome.rows if "timing_s/save_checkpoint" not in row]
+    assert [row for row in rows if len(row) > 2] == [row for row in expected.rows if len(row) > 2]
+
+
+@pytest.mark.slow
+def test_the_run_ends_with_the_error_if_nothing_may_be_restarted(
+    keys: list[str], expected: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerError, match="critic_pool rank 0 .* died during"):
+        chaos.run(tmp_path / "run", [*keys, "trainer.max_restarts=0"], "critic:update")
