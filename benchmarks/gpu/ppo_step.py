@@ -1,6 +1,7 @@
 """A PPO step on one GPU: rolepool in one pool and in two that share the GPU, without and with CUDA MPS, and TRL.
 
     python benchmarks/gpu/ppo_step.py [--parts standard,split,mps,trl,idle] [--steps 8] [--trl-steps 3]
+    python benchmarks/gpu/ppo_step.py --parts standard,no_snapshots      what snapshots in shared memory cost
     python benchmarks/gpu/ppo_step.py --tiny      a small model on the CPU, to try the script out
 
 The same work for all: policy, value model, reference and a rule for a reward; 256 prompts of 128 tokens, 256 new tokens
@@ -57,6 +58,7 @@ SPLIT = (
 )
 PLACEMENTS = {
     "standard": ("placement.strategy=standard",),
+    "no_snapshots": ("placement.strategy=standard", "trainer.snapshot_freq=-1"),
     "split": SPLIT,
     "mps": (*SPLIT, "placement.mps=true"),
 }
