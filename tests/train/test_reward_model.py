@@ -81,8 +81,10 @@ def texts_of(batch: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def direct_scores(
     texts: list[str], demo: Demo, tokenizer: PreTrainedTokenizerBase, last: int | None = None
 ) -> torch.Tensor:
-    """What the classifier gives for each text (or for its last tokens), called as anyone would, a text at a time."""
+    """What the classifier gives for each text (or for its last tokens), called as anyone would, a text at a time. The
+    score is at the last token, even if the policy has written a pad token there."""
     model = AutoModelForSequenceClassification.from_pretrained(demo.reward_model)
+    model.config.pad_token_id = None
     all_ids = [tokenizer(text, return_tensors="pt")["input_ids"][:, -(last or 0) :] for text in texts]
     with torch.no_grad():
         return torch.stack([model(ids).logits[0, 0] for ids in all_ids])

@@ -5,11 +5,11 @@ model is a subclass with another `role` (docs/extending.md).
 """
 
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
@@ -35,6 +35,12 @@ class RewardModel(ModelRole):
         trusted = self.keys.model.trust_remote_code
         model: Any = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
         self.texts = reward_texts(config, self.spec.model, model.config.get_text_config().vocab_size)
+        # Another vocabulary may not have the policy's pad token. The score does not depend on it.
+        self.pad_token_id = model.config.pad_token_id = setup.pad_token_id if self.texts is None else 0
+        self.of_all_tokens: Tensor | None = None
+        """The scores at all tokens of the last micro-batch; None if the model's head gets only one of them."""
+        if hasattr(model, "score"):  # the head of all decoders
+            model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=READS)
@@ -47,23 +53,21 @@ class RewardModel(ModelRole):
             tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
         if limit is not None:
             tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
-        pad_token_id = self._choose_pad_token(tokens.batch[INPUT_IDS])
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
-            # Padded on the right, because a classifier scores at the last token that is not padding.
-            inputs, _ = rows.padded_inputs(pad_token_id)
-            logits: Tensor = self.placed.model(**inputs, use_cache=False).logits
+            inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
+            pooled: Tensor = self.placed.model(**inputs, use_cache=False).logits
+            # The model itself would score before the last token if the policy has written a pad token there.
+            mask = inputs["attention_mask"]
+            assert isinstance(mask, Tensor)
+            last = mask.sum(dim=1) - 1
+            logits = pooled if self.of_all_tokens is None else self.of_all_tokens[torch.arange(len(last)), last]
             return {"scores": logits[:, 0].float()}
 
         return self.in_micro_batches("compute_scores", tokens, score)
 
-    def _choose_pad_token(self, ids: Tensor) -> int:
-        """A token with which no row ends. The pad token of many tokenizers is the token at the end of every text."""
-        (values, offsets), config = ragged_parts(ids), cast(Any, self.placed.model).config
-        last = set(values[offsets[1:] - 1].tolist())
-        free = (token for token in range(config.get_text_config().vocab_size) if token not in last)
-        config.pad_token_id = pad_token_id = next(free, 0)
-        return pad_token_id
+    def _keep_logits(self, head: nn.Module, inputs: object, logits: Tensor) -> None:
+        self.of_all_tokens = logits
 
 
 def last_tokens(column: Tensor, limit: int) -> Tensor:
