@@ -47,6 +47,8 @@ from rolepool.protocol.worker import random_state, set_random_state
 
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
+COPIED, COPIED_SUFFIX = "copied", ".copied"
+"""A tensor with the step of a snapshot, and the ending of its file. It is written after all other tensors."""
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
@@ -142,6 +144,9 @@ def saved_step(folder: Path) -> int | None:
     if not names or len(names) != int(names[0].removesuffix(".json").rsplit("_", 1)[1]):
         return None
     steps = {json.loads((folder / name).read_bytes())["step"] for name in names}
+    for path in folder.glob(f"*{COPIED_SUFFIX}"):
+        with safe_open(path, "pt") as file:
+            steps.add(int(file.get_tensor(COPIED)))
     return steps.pop() if len(steps) == 1 else None
 
 

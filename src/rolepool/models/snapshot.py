@@ -8,7 +8,6 @@ the copy itself.
 import json
 import logging
 import mmap
-import threading
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rolepool.errors import one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import all_tensors, rank_file, rank_state
+from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_file, rank_state
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
@@ -36,7 +35,7 @@ class SnapshotWriter:
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
         self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
-        self._ending: threading.Thread | None = None
+        self._last_step: Tensor | None = None
         self._is_off = False
 
     def write(self, folder: Path, step: int) -> None:
@@ -58,31 +57,18 @@ class SnapshotWriter:
         parts = own_parts(self._trained)
         copies = self._opened(folder / f"shard-{rank:05d}.safetensors", parts)
         text = rank_state(self._trained, step).model_dump_json(fallback=lambda array: array.tolist())
-        if self._trained.device == "cpu":
-            for name, (tensor, _) in parts.items():
-                copies[name].copy_(tensor)
-            write_atomically(own_file, [text])
-            return
-        stream = self._trained.copy_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        write_atomically(own_file, [text])
+        with self._trained.copying():
             for name, (tensor, _) in parts.items():
                 copies[name].copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
-
-        def end() -> None:
-            copied.synchronize()
-            write_atomically(own_file, [text])
-
-        self._ending = threading.Thread(target=end, daemon=True)
-        self._ending.start()
+            # The last copy says that the others are done. No thread of this process has to wait for that.
+            self._last_step = torch.tensor([step], device=self._trained.device)
+            copies[COPIED].copy_(self._last_step, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
-        if self._ending is not None:
-            self._ending.join()
-            self._ending = None
+        if self._trained.device == "cuda":
+            self._trained.copy_stream.synchronize()
 
     def _opened(self, path: Path, parts: dict[str, Part]) -> dict[str, Tensor]:
         """The tensors of a file, which are the file's memory. Makes the file anew if it is for other tensors."""
@@ -93,7 +79,11 @@ class SnapshotWriter:
             tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
             path.unlink(missing_ok=True)
             save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
-            self._files[path] = names, _mapped(path, tensors, pin=self._trained.device != "cpu")
+            marker = {COPIED: torch.tensor([-1])}
+            save_file(marker, path.with_suffix(COPIED_SUFFIX))
+            pin = self._trained.device != "cpu"
+            mapped = _mapped(path, tensors, pin=pin) | _mapped(path.with_suffix(COPIED_SUFFIX), marker, pin=pin)
+            self._files[path] = names, mapped
         return self._files[path][1]
 
 

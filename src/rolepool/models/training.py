@@ -113,6 +113,16 @@ class TrainedModel(DeviceModel):
         """The stream that copies weights to host memory while the GPU computes."""
         return torch.cuda.Stream()
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies in the block are made after the work so far and beside later work, except for the next update."""
+        if self.device == "cpu":
+            yield
+            return
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
+            yield
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
