@@ -78,6 +78,9 @@ class SnapshotWriter:
             offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
             tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
             path.unlink(missing_ok=True)
+            if path in self._files and self._trained.device != "cpu":
+                for tensor in self._files[path][1].values():  # one of each file begins its pinned memory
+                    torch.cuda.cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())
             save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
             marker = {COPIED: torch.tensor([-1])}
             save_file(marker, path.with_suffix(COPIED_SUFFIX))
