@@ -137,7 +137,7 @@ class TrainerConfig(Section):
     """Number of steps at the start that train only the critic."""
     snapshot_freq: CountOrMinusOne = 1
     """Copy the state of trained models to shared memory every N steps. If a process dies, training goes on from the
-    last copy. -1 makes no copies: training then goes on from the last checkpoint."""
+    last copy. -1 makes no copies: training then goes on from the last checkpoint. On GPUs the default is -1."""
     max_restarts: CountOrZero = 3
     """How often in a row, without a completed step in between, dead processes are replaced before the run ends with an
     error. 0 ends the run at the first death."""

@@ -35,6 +35,7 @@ class SnapshotWriter:
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
         self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
+        self._pinned: dict[Path, list[Tensor]] = {}
         self._last_step: Tensor | None = None
         self._is_off = False
 
@@ -78,15 +79,18 @@ class SnapshotWriter:
             offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
             tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
             path.unlink(missing_ok=True)
-            if path in self._files and self._trained.device != "cpu":
-                for tensor in self._files[path][1].values():  # one of each file begins its pinned memory
-                    torch.cuda.cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())
+            for memory in self._pinned.pop(path, ()):
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
             save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
             marker = {COPIED: torch.tensor([-1])}
             save_file(marker, path.with_suffix(COPIED_SUFFIX))
-            pin = self._trained.device != "cpu"
-            mapped = _mapped(path, tensors, pin=pin) | _mapped(path.with_suffix(COPIED_SUFFIX), marker, pin=pin)
-            self._files[path] = names, mapped
+            files = {path: tensors, path.with_suffix(COPIED_SUFFIX): marker}
+            mapped = [_mapped(file, content) for file, content in files.items()]
+            self._files[path] = names, {name: one for _, views in mapped for name, one in views.items()}
+            if self._trained.device != "cpu":  # the GPU copies only to pinned memory while it goes on with other work
+                self._pinned[path] = [memory for memory, _ in mapped]
+                for memory in self._pinned[path]:
+                    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         return self._files[path][1]
 
 
@@ -110,18 +114,14 @@ def own_parts(trained: TrainedModel) -> dict[str, Part]:
     return parts
 
 
-def _mapped(path: Path, tensors: dict[str, Tensor], *, pin: bool) -> dict[str, Tensor]:
-    """The tensors of a safetensors file as views of its memory."""
+def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The memory of a safetensors file, and its tensors as views of that memory."""
     with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    size = int.from_bytes(memory[:8], "little")
-    header, start = json.loads(memory[8 : 8 + size]), 8 + size
-    if pin:  # the GPU copies only to pinned memory while it goes on with other work
-        first = torch.frombuffer(memory, dtype=torch.uint8)
-        torch.cuda.cudart().cudaHostRegister(first.data_ptr(), len(memory), 0)
-    return {
-        name: torch.frombuffer(
-            memory, dtype=tensor.dtype, count=tensor.numel(), offset=start + header[name]["data_offsets"][0]
-        ).view(tensor.shape)
-        for name, tensor in tensors.items()
-    }
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    size = int(memory[:8].view(torch.int64))
+    header, start = json.loads(bytes(memory[8 : 8 + size].numpy())), 8 + size
+    views = {}
+    for name, tensor in tensors.items():
+        first, end = (start + offset for offset in header[name]["data_offsets"])
+        views[name] = memory[first:end].view(tensor.dtype).view(tensor.shape)
+    return memory, views

@@ -211,6 +211,8 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
+        if self.cluster.gpu_memory_bytes is not None and "trainer.snapshot_freq" not in self.loaded.set_keys:
+            self.snapshots.why_off = "they were not tried on GPUs yet (set trainer.snapshot_freq=1 to take them)"
         if self.snapshots.why_off is not None and not self.config.trainer.val_only:
             what = "if a process dies, training goes on from the last checkpoint"
             self.observer.on_notice(f"no snapshots in memory because {self.snapshots.why_off}; {what}")
