@@ -152,6 +152,7 @@ class Trainer:
             timeout_s=self.config.placement.timeout_s,
             run_seed=self.config.trainer.seed,
         ) as cluster:
+            self.watchdog = cluster.start_watchdog(self.config.trainer, self.folder.path, self.observer.on_notice)
             self.observer.on_phase("loading models")
             roles = build_roles(cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
             self.monitors = cluster.start_monitors()  # early, because starting them takes a while
@@ -205,7 +206,7 @@ class Trainer:
 
     def _step(self, roles: Roles, number: int, before: StepCalls | None) -> StepCalls | None:
         """Returns the step's calls if some may still run in the next step, or None if all have ended."""
-        self.live.begin(f"step {number}")
+        self._begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, roles, self.estimator, prompts, number)
@@ -233,11 +234,16 @@ class Trainer:
                 self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
         return None
 
+    def _begin(self, what: str) -> None:
+        """Say to the files and threads that show it what the run does from now on."""
+        self.live.begin(what)
+        self.watchdog.begin(what)
+
     def _validate(self, roles: Roles, number: int) -> None:
         if self.val_prompts is None:
             return
         keys = self.config.trainer
-        self.live.begin(f"validation after step {number}")
+        self._begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
@@ -248,7 +254,7 @@ class Trainer:
         self.loggers.log_samples(number, samples[: keys.log_val_generations])
 
     def _save(self, roles: Roles, number: int) -> None:
-        self.live.begin(f"checkpoint of step {number}")
+        self._begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             data, kl_controller = self.loader.state_dict(), self.estimator.kl_controller.state_dict()
             self.checkpoints.save(roles, Position(step=number, data=data, kl_controller=kl_controller))
