@@ -59,7 +59,7 @@ class LimitedOutput:
 
 def limit_output(path: Path) -> None:
     """Limit what this process shows from now on, and write all of it to the file."""
-    sys.stdout, sys.stderr = LimitedOutput(sys.stdout, path), LimitedOutput(sys.stderr, path)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = LimitedOutput(sys.stdout, path), LimitedOutput(sys.stderr, path)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

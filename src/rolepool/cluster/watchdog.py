@@ -38,6 +38,7 @@ NODE_TIMEOUT_S = 30.0
 DUMP_TIMEOUT_S = 2.0
 STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not return"
 MAX_NAMED = 4
+ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
 
 
 class Finding(NamedTuple):
@@ -54,7 +55,8 @@ class Watchdog:
     def __init__(
         self, groups: Mapping[str, WorkerGroup], keys: TrainerConfig, folder: Path, tell: Callable[[str], None]
     ) -> None:
-        self._groups, self._keys, self._folder, self._tell = groups, keys, folder.absolute(), tell
+        self.groups = groups
+        self._keys, self._folder, self._tell = keys, folder.absolute(), tell
         self._what = "start"
         self._with_logs: set[str] = set()
         self._reported: weakref.WeakSet[PendingCall] = weakref.WeakSet()
@@ -65,7 +67,7 @@ class Watchdog:
     def begin(self, what: str) -> None:
         """What the run does from now on, such as a step. The output of processes that are new goes to files, too."""
         self._what = what
-        for process in (process for group in self._groups.values() for process in group.processes):
+        for process in (process for group in self.groups.values() for process in group.processes):
             if process.actor_id not in self._with_logs:
                 self._with_logs.add(process.actor_id)
                 process.actor.limit_output.remote(str(self._folder / "logs" / f"{process.pool}-{process.rank}.log"))
@@ -76,7 +78,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
-            for group in list(self._groups.values()):
+            for group in list(self.groups.values()):
                 with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
                     self._check(group)
 
@@ -106,24 +108,18 @@ class Watchdog:
         # If all processes answer, the ranks that wait for others in a collective are not the cause.
         causes = silent or [one for one in working if "distributed_c10d" not in one.stacks] or working
         names = first_few([f"{one.process} {one.state}" for one in causes], MAX_NAMED)
+        on_stall, took_s = self._keys.on_stall, time.time() - call.start_s
         line = (
-            f"stall: {names}: {call.role}.{call.method} of {self._what} has not ended for "
-            f"{time.time() - call.start_s:.0f} s; stacks of all ranks: {path}; {self._action(silent)}"
+            f"stall: {names}: {call.role}.{call.method} of {self._what} has not ended for {took_s:.0f} s; "
+            f"stacks of all ranks: {path}; trainer.on_stall={on_stall}{ACTIONS[on_stall]}"
         )
         self._tell(line)
-        if self._keys.on_stall == "abort":
+        if on_stall == "abort":
             first = causes[0].process
             where: dict[str, Any] = {"rank": first.rank, "node": first.address, "pid": first.pid}
             call.group.break_with(WorkerError(line, pool=first.pool, role=call.role, method=call.method, **where))
-        for one in silent if self._keys.on_stall != "report" else ():
-            on_node(one.process, kill, one.process.pid)
-
-    def _action(self, silent: Sequence[Finding]) -> str:
-        key = f"trainer.on_stall={self._keys.on_stall}"
-        if self._keys.on_stall == "restart":
-            what = "kills it" if silent else "does not kill processes that answer"
-            return f"{key} {what}"
-        return f"{key} {'ends the run' if self._keys.on_stall == 'abort' else 'changes nothing'}"
+        for process, _, _ in silent if on_stall != "report" else ():
+            on_node(process, kill, process.pid)
 
 
 def examine(processes: Sequence[Process]) -> list[Finding]:
@@ -132,10 +128,9 @@ def examine(processes: Sequence[Process]) -> list[Finding]:
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
     findings = []
     for process, answer in zip(processes, asked, strict=True):
-        if error_of(answer) is None:
-            findings.append(Finding(process, ANSWERS, ray.get(answer)))
-        else:
-            findings.append(Finding(process, *on_node(process, look_at, process.pid, process.stack_file)))
+        is_silent = error_of(answer) is not None
+        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, ray.get(answer))
+        findings.append(Finding(process, *told))
     return findings
 
 
