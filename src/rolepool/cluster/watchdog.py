@@ -36,7 +36,9 @@ FIRST_LIMIT_S = 600.0
 ANSWER_TIMEOUT_S = 5.0
 NODE_TIMEOUT_S = 30.0
 DUMP_TIMEOUT_S = 2.0
-STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not return"
+STATES = STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not return"
+WAITS = re.compile("distributed_c10d|_functional_collectives")
+"""In the stacks of a process that is inside a collective."""
 MAX_NAMED = 4
 ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
 
@@ -104,9 +106,10 @@ class Watchdog:
         path = self._folder / "stalls" / f"{re.sub(r'[^A-Za-z0-9]+', '_', self._what)}-{call.group.name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (f"{one.process} {one.state}\n\n{one.stacks}\n" for one in findings))
-        silent = [one for one in working if one.state != ANSWERS]
-        # If all processes answer, the ranks that wait for others in a collective are not the cause.
-        causes = silent or [one for one in working if "distributed_c10d" not in one.stacks] or working
+        # Ranks that wait for others in a collective are not the cause, unless all of them do.
+        causes = [one for one in working if not WAITS.search(one.stacks)] or working
+        causes.sort(key=lambda one: STATES.index(one.state))
+        causes = [one for one in causes if one.state == causes[0].state]
         names = first_few([f"{one.process} {one.state}" for one in causes], MAX_NAMED)
         on_stall, took_s = self._keys.on_stall, time.time() - call.start_s
         line = (
@@ -118,8 +121,9 @@ class Watchdog:
             first = causes[0].process
             where: dict[str, Any] = {"rank": first.rank, "node": first.address, "pid": first.pid}
             call.group.break_with(WorkerError(line, pool=first.pool, role=call.role, method=call.method, **where))
-        for process, _, _ in silent if on_stall != "report" else ():
-            on_node(process, kill, process.pid)
+        for process, state, _ in causes if on_stall != "report" else ():
+            if state != ANSWERS:
+                on_node(process, kill, process.pid)
 
 
 def examine(processes: Sequence[Process]) -> list[Finding]:
