@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,10 +31,11 @@ class LimitedOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if self._file is None:  # a process that prints nothing needs no file
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
-        self._file.write(text)
+        with suppress(OSError):  # the code that prints must not fail on a full disk
+            if self._file is None:  # a process that prints nothing needs no file
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
+            self._file.write(text)
         if time.monotonic() > self._since_s + INTERVAL_S:
             self._tell()
             self._since_s, self._num_lines = time.monotonic(), 0
