@@ -510,3 +510,26 @@ class Place(Worker):
     def speak(self, words: str) -> None:
         print(words)  # noqa: T201
         logging.getLogger("a.role").info("logged %s", words)
+
+
+class Stuck(Worker):
+    """One rank does not come to the collective of the others."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def meet(self, how: str = "", stuck_rank: int = -1) -> int:
+        if self.rank == stuck_rank:
+            {"sleep": self.sleep_for_ever, "spin": self.spin_with_the_gil}[how]()
+        dist.all_reduce(torch.ones(1))
+        return self.rank
+
+    def sleep_for_ever(self) -> None:
+        time.sleep(1000)
+
+    def spin_with_the_gil(self) -> None:
+        sum(range(10**12))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def print_lines(self, num_lines: int) -> None:
+        for number in range(num_lines):
+            print(f"line {number}")  # noqa: T201
+        print("end", flush=True)  # noqa: T201

@@ -153,7 +153,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "reward_kwargs.overlong_buffer_cfg.log": False,
         "reward_kwargs.max_resp_len": 512,
     },
-    "custom_reward_function": {"path": None, "name": "compute_score", "reward_kwargs": {}},
+    "custom_reward_function": {
+        "path": None,
+        "name": "compute_score",
+        "reward_kwargs": {},
+        "timeout_s": 60.0,
+        "on_error": "abort",
+    },
     "reward": {"functions": []},
     "algorithm": {
         "adv_estimator": "gae",
@@ -181,6 +187,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "val_only": False,
         "critic_warmup": 0,
         "max_bad_steps": 3,
+        "stall_timeout_s": None,
+        "on_stall": "restart",
         "balance_batch": True,
         "resume_mode": "auto",
         "resume_from_path": NOT_SAID,

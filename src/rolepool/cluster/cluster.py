@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -26,6 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup, find_deaths
 from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, reserve, slot_device
+from rolepool.cluster.watchdog import Watchdog
+from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, WorkerError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
@@ -109,6 +112,12 @@ class Cluster:
     def start_monitors(self) -> Monitors:
         """Sample the use of GPUs and processes on every node, until the cluster is closed."""
         return Monitors(self.groups, self._cleanup)
+
+    def start_watchdog(self, keys: TrainerConfig, run_folder: Path, tell: Callable[[str], None]) -> Watchdog:
+        """Look for calls that do not end, until the cluster is closed. `tell` gets the line about each of them."""
+        watchdog = Watchdog(self.groups, keys, run_folder, tell)
+        self._cleanup.callback(watchdog.stop)
+        return watchdog
 
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""

@@ -59,6 +59,8 @@ class WorkerGroup:
         self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
         """The last calls, to find the call that a dead process was running. The references are weak, so that results
         can be freed."""
+        self.longest_s: dict[tuple[str, str], float] = {}
+        """The longest time that a call of each role and method has taken so far."""
 
     def add_role(
         self,
@@ -257,7 +259,7 @@ class PendingCall:
     """References to the reply of each rank and to the data that is stored for it."""
     start_s: float | None = field(default=None, init=False)
     end_s: float | None = field(default=None, init=False)
-    """When `LiveState` first saw that it could run, and that it had ended."""
+    """When `calls_so_far` first saw that it could run, and that it had ended."""
     _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
 
@@ -306,6 +308,7 @@ class PendingCall:
                 pairs = zip(packed, self.all_objects, strict=True)
                 self._replies = [calls.unpack_reply(one, stored) for one, (_, stored) in pairs]
                 self.sources = ()
+                self._note_duration(self._replies)
             except GetTimeoutError:
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
@@ -314,6 +317,10 @@ class PendingCall:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
         return self._replies
+
+    def _note_duration(self, replies: Sequence[Reply]) -> None:
+        known, key = self.group.longest_s, (self.role, self.method)
+        known[key] = max(known.get(key, 0.0), *(reply.span.duration_s for reply in replies))
 
 
 # Ray's errors

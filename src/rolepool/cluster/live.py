@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
-from rolepool.cluster.group import WorkerGroup
+from rolepool.cluster.group import PendingCall, WorkerGroup
 from rolepool.metrics.run_folder import State
 from rolepool.placement.roles import OPERATIONS
 
@@ -45,15 +45,22 @@ class LiveState:
                 self._write(json.dumps(state._asdict()))
 
     def _operations(self, group: WorkerGroup) -> Iterator[tuple[str, float, float | None]]:
-        """Name, start and end of what the pool has run since `begin`. Calls run one after another, so the first call
-        that has not ended is running, or it waits for its inputs."""
-        for call in (call for reference in list(group.recent) if (call := reference()) is not None and call.number):
-            if call.end_s is None and not all(source.has_ended(within_s=0) for source in call.sources):
-                return
-            call.start_s = call.start_s or time.time()
-            if call.end_s is None and call.has_ended(within_s=0):
-                call.end_s = time.time()
-            if call.end_s is None or call.end_s > self._since_s:
+        """Name, start and end of what the pool has run since `begin`."""
+        for call in calls_so_far(group):
+            is_new = call.end_s is None or call.end_s > self._since_s
+            if call.number and call.start_s is not None and is_new:  # those without a number construct a role
                 yield self._names.get(call.method, call.method), call.start_s, call.end_s
-            if call.end_s is None:
-                return
+
+
+def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:
+    """The calls of a pool up to the one that runs now, with the times at which they were first seen to run and to have
+    ended. Calls run one after another, so the first call that has not ended is running, or it waits for its inputs."""
+    for call in (call for reference in list(group.recent) if (call := reference()) is not None and call.all_objects):
+        if call.end_s is None and not all(source.has_ended(within_s=0) for source in call.sources):
+            return
+        call.start_s = call.start_s or time.time()
+        if call.end_s is None and call.has_ended(within_s=0):
+            call.end_s = time.time()
+        yield call
+        if call.end_s is None:
+            return

@@ -7,11 +7,15 @@ as classes, so it does not know what they compute.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import logging
 import os
 import random
+import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
+from rolepool.cluster.output import limit_output
 from rolepool.config.functions import import_extensions
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
@@ -69,6 +74,8 @@ class Whereabouts:
     """The indices on its node of the GPUs it holds: one, or none on a CPU slot."""
     gpu_memory_bytes: int | None
     """None on a CPU slot."""
+    stack_file: str
+    """A file on its node to which SIGUSR1 writes the Python stacks of the process."""
 
 
 class WorkerProcess:
@@ -89,16 +96,32 @@ class WorkerProcess:
         self._store: TCPStore | None = None
         self._address = ray.util.get_node_ip_address()
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115  # has no name, and ends with this process
+        faulthandler.register(signal.SIGUSR1, self._stack_file, all_threads=True, chain=False)
 
     def whereabouts(self) -> Whereabouts:
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
         memory = detect_gpu_memory() if gpus else None
-        return Whereabouts(self._address, os.getpid(), ray.get_runtime_context().get_node_id(), gpus, memory)
+        node_id, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+        return Whereabouts(self._address, pid, node_id, gpus, memory, f"/proc/{pid}/fd/{self._stack_file.fileno()}")
 
     @ray.method(concurrency_group="health")
     def ping(self) -> float:
         """The time on this node. It also answers while a call runs."""
         return time.time()
+
+    @ray.method(concurrency_group="health")
+    def stacks(self) -> str:
+        """The Python stack of each thread. It also answers while a call waits, for example in a collective."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames().items()
+        stacks = [f"thread {names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames]
+        return "\n".join(stacks)
+
+    @ray.method(concurrency_group="health")
+    def limit_output(self, path: str) -> None:
+        """Write what this process prints to this file, and show only some of it on the console."""
+        limit_output(Path(path))
 
     @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:

@@ -58,6 +58,13 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the function, such as {strict: true}."""
+    timeout_s: Positive = 60.0
+    """Longest time in seconds for one response, for all functions of your own. A function that takes longer is stopped,
+    also if it is inside C code, and the response counts as failed."""
+    on_error: Literal["abort", "zero"] = "abort"
+    """What to do if a function of your own raises an error or takes too long: end the run (abort), or give the response
+    score 0 (zero), log the first one of each batch, and count them in reward/failed/mean. A result that is not a finite
+    number always ends the run."""
 
 
 class RewardFunctionConfig(Section):
@@ -143,6 +150,12 @@ class TrainerConfig(Section):
     error. 0 ends the run at the first death."""
     max_bad_steps: Count = 3
     """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
+    stall_timeout_s: Positive | None = None
+    """Report a stall if a pool works on one call for so many seconds. null means 60 s, or five times the longest call
+    of that method so far if that is more. The first call of a method, such as loading a model, has at least 600 s."""
+    on_stall: Literal["report", "restart", "abort"] = "restart"
+    """What to do after a stall is reported: nothing more (report), kill the processes that are stopped or do not
+    answer, as if they had died (restart), or end the run (abort)."""
     balance_batch: bool = True
     """Assign about the same number of tokens to every rank."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

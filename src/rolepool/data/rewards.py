@@ -42,6 +42,10 @@ class RewardError(RolepoolError):
     """A reward function failed on a row, or did not return a score."""
 
 
+class SampleError(RewardError):
+    """A reward function raised an error on a row, or was too slow. `on_error=zero` gives such a row score 0."""
+
+
 class Scored(NamedTuple):
     """The score of one response, and other numbers to log."""
 
@@ -59,27 +63,46 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, rule: 
 # --- one function for both kinds ----------------------------------------------------------------------------------
 
 
-class RewardFunction:
-    """Scores one response. The user's function is called as `compute_score(data_source=..., solution_str=..., ...)`."""
+Row = tuple[str, dict[str, Any]]
+"""The name of a row in error messages, and the inputs of `compute_score`."""
+
+
+class Reward:
+    """Scores responses, one after another."""
+
+    name: str
+    """Its name in error messages; a user's function includes the key and the file."""
+    is_users = False
+    """Whether it runs code of the user."""
+
+    def score(self, row: str, **inputs: Any) -> Scored:
+        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
+        raise NotImplementedError
+
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
+        return [self.score(name, **inputs) for name, inputs in rows]
+
+
+class RewardFunction(Reward):
+    """One function. The user's function is called as `compute_score(data_source=..., solution_str=..., ...)`."""
 
     def __init__(self, function: Callable[..., Any], name: str, file: Path | None = None) -> None:
         self._function = function
         self._file = file
         self.name = name
-        """Its name in error messages; a user's function includes the key and the file."""
+        self.is_users = file is not None
 
     def score(self, row: str, **inputs: Any) -> Scored:
-        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
         try:
             result = self._function(**inputs)
-        except Exception as error:
-            raise RewardError(f"{self.name}: {self._describe(error)}, for {row}") from error
+        except BaseException as error:  # also sys.exit(), which must not end the process silently
+            raise SampleError(f"{self.name}: {self._describe(error)}, for {row}") from error
         try:
             return _as_scored(result)
         except (TypeError, ValueError) as error:
             raise RewardError(f"{self.name}: {error}, for {row}") from error
 
-    def _describe(self, error: Exception) -> str:
+    def _describe(self, error: BaseException) -> str:
         """The error, with the last line of the user's file in its traceback."""
         if self._file is None:
             return str(error)
@@ -89,11 +112,14 @@ class RewardFunction:
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-class WeightedRewards:
+class WeightedRewards(Reward):
     """The weighted sum of several functions. The score of each is logged under its name."""
+
+    name = "reward.functions"
 
     def __init__(self, parts: Sequence[tuple[str, float, RewardFunction]]) -> None:
         self._parts = parts
+        self.is_users = any(function.is_users for _, _, function in parts)
 
     def score(self, row: str, **inputs: Any) -> Scored:
         """The sum for one response. Other numbers of a function are logged below its name. The answer is that of the
@@ -140,7 +166,7 @@ class FunctionInFile(NamedTuple):
         try:
             # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
             exec(compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True), vars(module))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
         function: Any = vars(module).get(self.name)
@@ -200,7 +226,7 @@ def check_functions(config: Config) -> None:
 
 def load_reward_function(
     custom: CustomRewardFunctionConfig, reward: RewardConfig, given: Callable[..., Any] | None = None
-) -> RewardFunction | WeightedRewards:
+) -> Reward:
     """The function that a Python program has given, or the functions of the config, or the built-in rules for data
     sources if there is neither."""
     if given is not None:
@@ -216,19 +242,20 @@ def load_reward_function(
     return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")
 
 
-def score_batch(function: RewardFunction | WeightedRewards, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
+def score_batch(reward: Reward, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     names = ("data_source", "reward_model", "extra_info", "origin", "uid")
-    scored = []
+    rows: list[Row] = []
     for response, *row in zip(responses, *(batch.non_tensor_batch[name] for name in names), strict=True):
         data_source, reward_model, extra_info, origin, uid = row
         inputs = {
             "data_source": data_source,
+            "solution_str": response,
             "ground_truth": reward_model.get("ground_truth"),
             "extra_info": extra_info,
         }
-        scored.append(function.score(f"{origin} (uid {uid})", solution_str=response, **inputs))
-    return scored
+        rows.append((f"{origin} (uid {uid})", inputs))
+    return reward.score_rows(rows)
 
 
 def with_overlong_penalty(scored: Scored, num_tokens: int, keys: RewardKwargsConfig) -> Scored:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
 RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "state.json", "plan.json")
 """All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
+LOG_FOLDERS = ("stalls", "logs")
+"""Folders that may exist without a run, because a start that failed has written to them."""
 
 
 class State(NamedTuple):
@@ -106,6 +108,8 @@ class RunFolder:
         if after_step is not None:
             numbered = [*self.path.glob("checkpoints/step_*"), *self.path.glob("validation/step_*")]
             moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
+        elif moved:
+            moved = [*self._existing_files(LOG_FOLDERS), *moved]
         for path in moved:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,8 +148,8 @@ class RunFolder:
         """What the monitors measured on GPUs and processes."""
         self._append("monitor.jsonl", map(json.dumps, samples))
 
-    def _existing_files(self) -> list[Path]:
-        return [path for path in (self.path / name for name in RUN_FILES) if path.exists()]
+    def _existing_files(self, names: Iterable[str] = RUN_FILES) -> list[Path]:
+        return [path for path in (self.path / name for name in names) if path.exists()]
 
     def _move_rows_after(self, step: int, aside: Path) -> None:
         for name in ("metrics.jsonl", "spans.jsonl", "train.log"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data.prompts import load_tokenizer
+from rolepool.data.reward_process import ScoringProcess
 from rolepool.data.reward_texts import READS, reward_texts
 from rolepool.data.rewards import NUMBERS, PRED, load_reward_function, score_batch, with_overlong_penalty
 from rolepool.models.loading import load_reward_model
@@ -84,7 +85,9 @@ class RuleReward(Worker):
     def __init__(self, config: Config, setup: Setup) -> None:
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
-        self.function = load_reward_function(config.custom_reward_function, config.reward, setup.reward)
+        custom = config.custom_reward_function
+        reward = load_reward_function(custom, config.reward, setup.reward)
+        self.reward = ScoringProcess(reward, custom) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(
@@ -96,7 +99,7 @@ class RuleReward(Worker):
         """The score of each response, and the other numbers and the answer that the function returns."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
-        scored = score_batch(self.function, data, texts)
+        scored = score_batch(self.reward, data, texts)
         if self.keys.overlong_buffer_cfg.enable:
             scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, map(len, responses), strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)

@@ -186,6 +186,9 @@ class Trainer:
                         run_seed=self.config.trainer.seed,
                     )
                     started.enter_context(self.cluster)
+                    self.watchdog = self.cluster.start_watchdog(
+                        self.config.trainer, self.folder.path, self.observer.on_notice
+                    )
                     self.observer.on_phase("loading models")
                     self._build_roles()
                     self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -251,7 +254,7 @@ class Trainer:
 
     def _begin_step(self, number: int) -> None:
         """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
-        self.live.begin(f"step {number}")
+        self._begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
@@ -302,7 +305,7 @@ class Trainer:
         self.num_restarts += 1
         if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
             raise error
-        self.live.begin("replacing processes")
+        self._begin("replacing processes")
         try:
             pools = self.cluster.repair()
             self._build_roles(kept=self.roles)
@@ -329,13 +332,18 @@ class Trainer:
         self.folder.add_restart(position.step, error.problems[0], pools, seconds)
         return position.step
 
+    def _begin(self, what: str) -> None:
+        """Say to the files and threads that show it what the run does from now on."""
+        self.live.begin(what)
+        self.watchdog.begin(what)
+
     def _validate(self, number: int) -> None:
         if self.val_prompts is None or self.validated_step >= number:
             return
         keys = self.config.trainer
         if not self.interrupt.in_steps:
             self.observer.on_phase("validating")
-        self.live.begin(f"validation after step {number}")
+        self._begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, self.roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
@@ -347,7 +355,7 @@ class Trainer:
         self.validated_step = number
 
     def _save(self, number: int) -> None:
-        self.live.begin(f"checkpoint of step {number}")
+        self._begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number

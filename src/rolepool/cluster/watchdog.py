@@ -1,0 +1,165 @@
+"""Finds calls that do not end, and says what the processes of the pool do.
+
+A thread of the driver looks at the running call of each pool once per second. Owns when a call counts as stalled, the
+report with the Python stacks of all ranks, and what happens then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rolepool.cluster.group import PendingCall, WorkerGroup, error_of
+from rolepool.cluster.launch import Process
+from rolepool.cluster.live import INTERVAL_S, calls_so_far
+from rolepool.config.run_keys import TrainerConfig
+from rolepool.errors import WorkerError, first_few
+from rolepool.files import write_atomically
+
+MIN_LIMIT_S = 60.0
+LIMIT_FACTOR = 5
+FIRST_LIMIT_S = 600.0
+"""The limit of the first call of a method: it loads a model, or compiles."""
+ANSWER_TIMEOUT_S = 5.0
+NODE_TIMEOUT_S = 30.0
+DUMP_TIMEOUT_S = 2.0
+STATES = STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not return"
+WAITS = re.compile("distributed_c10d|_functional_collectives")
+"""In the stacks of a process that is inside a collective."""
+MAX_NAMED = 4
+ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
+
+
+class Finding(NamedTuple):
+    """What a process does."""
+
+    process: Process
+    state: str
+    stacks: str
+
+
+class Watchdog:
+    """Watches the pools from its creation to `stop`. `tell` gets the line about each stall, in another thread."""
+
+    def __init__(
+        self, groups: Mapping[str, WorkerGroup], keys: TrainerConfig, folder: Path, tell: Callable[[str], None]
+    ) -> None:
+        self.groups = groups
+        self._keys, self._folder, self._tell = keys, folder.absolute(), tell
+        self._what = "start"
+        self._with_logs: set[str] = set()
+        self._reported: weakref.WeakSet[PendingCall] = weakref.WeakSet()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def begin(self, what: str) -> None:
+        """What the run does from now on, such as a step. The output of processes that are new goes to files, too."""
+        self._what = what
+        for process in (process for group in self.groups.values() for process in group.processes):
+            if process.actor_id not in self._with_logs:
+                self._with_logs.add(process.actor_id)
+                process.actor.limit_output.remote(str(self._folder / "logs" / f"{process.pool}-{process.rank}.log"))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            for group in list(self.groups.values()):
+                with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
+                    self._check(group)
+
+    def _check(self, group: WorkerGroup) -> None:
+        for call in calls_so_far(group):
+            is_stalled = call.end_s is None and call.start_s and time.time() - call.start_s > self._limit_s(call)
+            if is_stalled and call not in self._reported:
+                self._reported.add(call)
+                self._report(call, examine(group.processes))
+
+    def _limit_s(self, call: PendingCall) -> float:
+        longest_s = call.group.longest_s.get((call.role, call.method))
+        if longest_s is None:
+            return max(FIRST_LIMIT_S, self._keys.stall_timeout_s or 0.0)
+        return self._keys.stall_timeout_s or max(MIN_LIMIT_S, LIMIT_FACTOR * longest_s)
+
+    def _report(self, call: PendingCall, findings: Sequence[Finding]) -> None:
+        """Say which ranks hold up the call, write the stacks of all ranks, and do what `trainer.on_stall` says."""
+        ready, _ = ray.wait(call.all_refs, num_returns=len(call.all_refs), timeout=0)
+        working = [one for one, answer in zip(findings, call.all_refs, strict=False) if answer not in ready]
+        if not working or call.start_s is None:
+            return
+        path = self._folder / "stalls" / f"{re.sub(r'[^A-Za-z0-9]+', '_', self._what)}-{call.group.name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (f"{one.process} {one.state}\n\n{one.stacks}\n" for one in findings))
+        # Ranks that wait for others in a collective are not the cause, unless all of them do.
+        causes = [one for one in working if not WAITS.search(one.stacks)] or working
+        causes.sort(key=lambda one: STATES.index(one.state))
+        causes = [one for one in causes if one.state == causes[0].state]
+        names = first_few([f"{one.process} {one.state}" for one in causes], MAX_NAMED)
+        on_stall, took_s = self._keys.on_stall, time.time() - call.start_s
+        line = (
+            f"stall: {names}: {call.role}.{call.method} of {self._what} has not ended for {took_s:.0f} s; "
+            f"stacks of all ranks: {path}; trainer.on_stall={on_stall}{ACTIONS[on_stall]}"
+        )
+        self._tell(line)
+        if on_stall == "abort":
+            first = causes[0].process
+            where: dict[str, Any] = {"rank": first.rank, "node": first.address, "pid": first.pid}
+            call.group.break_with(WorkerError(line, pool=first.pool, role=call.role, method=call.method, **where))
+        for process, state, _ in causes if on_stall != "report" else ():
+            if state != ANSWERS:
+                on_node(process, kill, process.pid)
+
+
+def examine(processes: Sequence[Process]) -> list[Finding]:
+    """What each process does, with its stacks if it can tell them or if its signal handler can write them."""
+    asked = [process.actor.stacks.remote() for process in processes]
+    ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+    findings = []
+    for process, answer in zip(processes, asked, strict=True):
+        is_silent = error_of(answer) is not None
+        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, ray.get(answer))
+        findings.append(Finding(process, *told))
+    return findings
+
+
+def on_node(process: Process, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function that runs on the node of a process."""
+    if process.node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
+    where = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    task: Any = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    return ray.get(task.remote(*args), timeout=NODE_TIMEOUT_S)
+
+
+def look_at(pid: int, stack_file: str) -> tuple[str, str]:
+    """The state of a process of this node that does not answer, and its stacks, which its signal handler writes."""
+    try:
+        if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return STOPPED, ""
+        num_before = len(Path(stack_file).read_bytes())
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(DUMP_TIMEOUT_S)
+        return SILENT, Path(stack_file).read_bytes()[num_before:].decode(errors="replace")
+    except (psutil.NoSuchProcess, OSError) as error:
+        return SILENT, f"no stacks: {error}"
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,35 @@
+"""All that a worker prints is in its file; the console gets some lines and how many it did not get."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from rolepool.cluster import output
+from rolepool.cluster.output import MAX_LINES, LimitedOutput
+
+
+def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, file = io.StringIO(), tmp_path / "logs" / "pool-0.log"
+    stream = LimitedOutput(console, file)
+    for number in range(10_000):
+        print(f"line {number}", file=stream)
+    print("\n".join(["in one call"] * 10_000), file=stream, flush=True)
+    assert len(file.read_text().splitlines()) == 20_000
+    assert len(console.getvalue().splitlines()) == MAX_LINES, "the count comes later: print() may flush every line"
+    monkeypatch.setattr(output, "MIN_NOTICE_S", 0.0)
+    stream.flush()
+    stream.flush()
+    assert console.getvalue().splitlines()[MAX_LINES:] == [
+        f"... {20_000 - MAX_LINES} more lines are not shown here; all lines are in {file}"
+    ]
+    monkeypatch.setattr(output, "INTERVAL_S", 0.0)
+    print("of the next interval", file=stream)
+    assert console.getvalue().endswith("\nof the next interval\n")
+
+
+def test_a_process_that_prints_nothing_has_no_file(tmp_path: Path) -> None:
+    LimitedOutput(io.StringIO(), tmp_path / "logs" / "pool-0.log").flush()
+    assert not (tmp_path / "logs").exists()
