@@ -1,0 +1,102 @@
+"""Who can reach a run: nobody from another machine if it has one node, and no other user of the machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_helpers import is_running, start, wait_until
+from roles_for_tests import Place
+
+from rolepool.cluster import Cluster
+from rolepool.cluster.private import private_folder
+
+DRIVER = Path(__file__).with_name("driver_for_cleanup.py")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home folder in which no Ray has been started yet, and a folder for the files of Ray."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(home: Path) -> Iterator[Cluster]:
+    """A pool of two ranks that has already used its process group."""
+    with start({"left": [2]}) as started:
+        started.groups["left"].add_role("place", Place)
+        yield started
+
+
+def listening_addresses() -> dict[str, list[str]]:
+    """The addresses on which this process and all its children listen, with the names of the processes."""
+    found: dict[str, list[str]] = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.setdefault(connection.laddr.ip, []).append(process.name())
+    return found
+
+
+def test_everything_listens_on_the_loopback_address(cluster: Cluster) -> None:
+    found = listening_addresses()
+    assert sum(map(len, found.values())) >= 6, "GCS, raylet, workers, the driver and the pool's store were seen"
+    assert set(found) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, found
+    assert {process.address for process in cluster.groups["left"].processes} == {"127.0.0.1"}
+
+
+def test_only_this_user_can_open_the_files_of_ray(cluster: Cluster, home: Path) -> None:
+    folders = {
+        Path(file.path)
+        for process in psutil.Process().children(recursive=True)
+        for file in process.open_files()
+        if file.path.endswith("raylet.out")
+    }
+    (log,) = folders
+    private = next(folder for folder in log.parents if folder.name == f"rolepool-{os.getuid()}")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    token = home / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+
+
+def test_keys_of_a_stranger_do_not_reach_a_pool(cluster: Cluster) -> None:
+    pass
+
+
+def test_what_a_killed_driver_leaves_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with (tmp_path / "output").open("wb") as output:
+        driver = subprocess.Popen(
+            [sys.executable, "-u", str(DRIVER), "interrupt", "left"], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: b"READY" in (tmp_path / "output").read_bytes(), timeout_s=100)
+        (folder,) = (tmp_path / f"rolepool-{os.getuid()}").iterdir()
+        with private_folder() as mine:
+            assert mine.is_dir() and folder.is_dir(), "the driver is alive"
+        assert not mine.exists()
+        started = psutil.Process(driver.pid).children(recursive=True)
+        agents = [process for process in started if "Agent" in "".join(process.cmdline())]
+        assert agents
+        for agent in agents:  # as they do if they are just too busy to notice that the raylet has died
+            agent.send_signal(signal.SIGSTOP)
+        driver.kill()
+        driver.wait()
+        with private_folder():
+            assert not folder.exists()
+        assert not any(is_running(agent.pid) for agent in agents)
+    finally:
+        driver.kill()
