@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import psutil
 import pytest
 from cluster_helpers import is_running, start, wait_until
 from roles_for_tests import Place
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster import Cluster
 from rolepool.cluster.private import private_folder
@@ -34,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def cluster(home: Path) -> Iterator[Cluster]:
     """A pool of two ranks that has already used its process group."""
     with start({"left": [2]}) as started:
-        started.groups["left"].add_role("place", Place)
+        assert started.groups["left"].add_role("place", Place).meet() == [2, 2]
         yield started
 
 
@@ -70,28 +73,45 @@ def test_only_this_user_can_open_the_files_of_ray(cluster: Cluster, home: Path) 
     assert len(token.read_text()) == 64
 
 
-def test_keys_of_a_stranger_do_not_reach_a_pool(cluster: Cluster) -> None:
-    pass
+def test_the_keys_of_a_pool_begin_with_a_secret(cluster: Cluster) -> None:
+    """So a program that knows the names of torch's keys writes others."""
+    place = cluster.groups["left"].add_role("place", Place)
+    where = place.environment("MASTER_ADDR", "MASTER_PORT")[0]
+    stranger = TCPStore(where["MASTER_ADDR"], int(where["MASTER_PORT"]), is_master=False)
+    names = [name for name in stranger.list_keys() if name != "init/"]
+    (secret,) = {name.partition("/")[0] for name in names}
+    assert re.fullmatch("[0-9a-f]{32}", secret)
+    for name in names:
+        stranger.set(name.partition("/")[2], "wrong")
+    assert place.meet() == [2, 2]
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short path, because the paths of sockets must be short."""
+    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
 def test_what_a_killed_driver_leaves_is_removed_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    with (tmp_path / "output").open("wb") as output:
+    monkeypatch.setenv("RAY_TMPDIR", str(short_path))
+    with (short_path / "output").open("wb") as output:
         driver = subprocess.Popen(
             [sys.executable, "-u", str(DRIVER), "interrupt", "left"], stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: b"READY" in (tmp_path / "output").read_bytes(), timeout_s=100)
-        (folder,) = (tmp_path / f"rolepool-{os.getuid()}").iterdir()
+        wait_until(lambda: b"READY" in (short_path / "output").read_bytes(), timeout_s=100)
+        (folder,) = (short_path / f"rolepool-{os.getuid()}").iterdir()
         with private_folder() as mine:
             assert mine.is_dir() and folder.is_dir(), "the driver is alive"
         assert not mine.exists()
         started = psutil.Process(driver.pid).children(recursive=True)
         agents = [process for process in started if "Agent" in "".join(process.cmdline())]
         assert agents
-        for agent in agents:  # as they do if they are just too busy to notice that the raylet has died
+        for agent in agents:  # so that they cannot notice that the raylet has died
             agent.send_signal(signal.SIGSTOP)
         driver.kill()
         driver.wait()
