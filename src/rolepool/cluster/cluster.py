@@ -184,7 +184,7 @@ def _init_ray(**options: Any) -> None:
     environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
     # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
     # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
-    # imported. tests/cluster/test_sockets.py fails if this has no effect.
+    # imported. tests/cluster/test_calls.py fails if this has no effect.
     joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
     try:

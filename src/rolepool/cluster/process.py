@@ -136,7 +136,7 @@ class WorkerProcess:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listener = socket.create_server((self._address, 0), family=family, backlog=socket.SOMAXCONN)
         port = listener.getsockname()[1]
-        options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         self._store = TCPStore(self._address, port, context.world_size, is_master=True, **options)
         return self._address, port
 
