@@ -280,8 +280,8 @@ def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
     if not (model_config_dir / "config.json").is_file():
         raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
-    check_hashes(folder)
     _, saved = _read_saved(folder)
+    check_hashes(folder)
     weights = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in saved.items()
