@@ -203,9 +203,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
 
-    from rich.console import Console
-
     from rolepool.report import compare as comparison
+    from rolepool.terminal import Terminal
 
     folders: Sequence[str | Path] = options.words
     failures: list[str] = []
@@ -220,8 +219,9 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     if not options.force:
         comparison.check_same_work(runs)
     lines = comparison.compare(runs)
-    print(*comparison.headlines(runs, lines), "", sep="\n")
-    Console(highlight=False, width=comparison.TABLE_WIDTH).print(comparison.as_table(lines))
+    terminal = Terminal(width=comparison.TABLE_WIDTH)
+    terminal.print(*comparison.headlines(runs, lines), "", sep="\n", soft_wrap=True)
+    terminal.print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         print(comparison.write_comparison(runs, lines, output))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line
+from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line, printable
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
@@ -31,7 +31,7 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
     except SystemExit as ended:  # argparse printed the help, or Ray was stopped while it started
         return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_SUCCESS
     except KeyboardInterrupt as interrupt:
-        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        print_errors([": ".join(["interrupted", *map(str, interrupt.args)])], label="")
         return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
     except BrokenPipeError:
         silence_stdout()
@@ -49,7 +49,7 @@ def silence_stdout() -> None:
 def print_errors(problems: Iterable[str], label: str = "error: ") -> None:
     """Print a line for each problem on standard error."""
     for problem in problems:
-        print(f"{label}{problem}", file=sys.stderr)
+        print(f"{label}{printable(problem)}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,11 @@ them to the driver.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from unicodedata import category
+
+CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Control characters, characters without a shape (such as those that reverse the direction of text), halves of
+surrogate pairs, and line breaks of Unicode."""
 
 
 class RolepoolError(Exception):
@@ -71,6 +76,14 @@ def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first `most` names in one line, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return separator.join([*names[:most], *more])
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, because a terminal obeys them. Line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    is_control = {char: category(char) in CONTROL_CATEGORIES for char in {*text} - {"\n", "\t"}}
+    return "".join(char.encode("unicode_escape").decode() if is_control.get(char) else char for char in text)
 
 
 def one_line(error: BaseException) -> str:

@@ -77,3 +77,13 @@ def seconds_to(action: Callable[[], Any]) -> float:
 
 def all_ended(pids: Iterable[int]) -> bool:
     return not any(is_running(pid) for pid in pids)
+
+
+def listening_addresses() -> dict[str, list[str]]:
+    """The addresses on which this process and all its children listen, with the names of the processes."""
+    found: dict[str, list[str]] = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.setdefault(connection.laddr.ip, []).append(process.name())
+    return found

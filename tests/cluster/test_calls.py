@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_helpers import pids_of, seconds_to, start
+from cluster_helpers import listening_addresses, pids_of, seconds_to, start
 from roles_for_tests import Actor, Critic, Everything, Network
 
 from rolepool.cluster import Cluster, RoleProxy
@@ -361,3 +361,13 @@ def draws_from(seed: int, count: int) -> list[tuple[float, float, float]]:
 def test_an_empty_call_takes_milliseconds(four: RoleProxy) -> None:
     four.rank_zero()
     assert seconds_to(lambda: [four.one_to_all() for _ in range(20)]) / 20 < 0.1
+
+
+# Who can reach it
+
+
+def test_a_run_on_one_node_listens_on_the_loopback_address_only(cluster: Cluster) -> None:
+    found = listening_addresses()
+    assert sum(map(len, found.values())) >= 6, "GCS, raylet, workers, the driver and the pool's store were seen"
+    assert set(found) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, found
+    assert {process.address for process in cluster.groups["four"].processes} == {"127.0.0.1"}

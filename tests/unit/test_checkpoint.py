@@ -35,6 +35,7 @@ from transformers import (
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.checkpoint import (
+    check_hashes,
     checkpoint_folder,
     export_hf,
     load_trained,
@@ -391,13 +392,27 @@ def test_replicas_are_written_once(
 
 def test_a_rank_writes_its_own_rows_only_and_nothing_is_pickled(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     saved, _ = ranks(2)(save_and_go_on, Setting(), tmp_path / "role")[0]
-    assert {path.suffix for path in (tmp_path / "role").iterdir()} == {".json", ".safetensors"}
+    assert {path.suffix for path in (tmp_path / "role").iterdir()} == {".json", ".safetensors", ".sha256"}
     assert rows_on_disk(tmp_path / "role") == rows_of(saved)
     halves = [
         tensors[name] for tensors in map(load_file, shards(tmp_path / "role")) for name in tensors if name == EMBED
     ]
     np.testing.assert_array_equal(halves[0], saved[EMBED][:25])
     np.testing.assert_array_equal(halves[1], saved[EMBED][25:])
+
+
+@pytest.mark.parametrize(("num_ranks", "fsdp_size"), [(2, -1), (2, 1), (3, -1)])
+def test_each_rank_hashes_what_it_wrote(
+    ranks: Callable[[int], Ranks], tmp_path: Path, num_ranks: int, fsdp_size: int
+) -> None:
+    role = tmp_path / "role"
+    ranks(num_ranks)(save_and_go_on, Setting(fsdp_size=fsdp_size), role)
+    check_hashes(role)
+    hashed = [line.split("  ")[1] for file in role.glob("*.sha256") for line in file.read_text().splitlines()]
+    assert sorted(hashed) == sorted(path.name for path in role.iterdir() if path.suffix != ".sha256")
+    hold_other_rows(shards(role)[-1])
+    with pytest.raises(ConfigError, match="its hash is not the one that was saved"):
+        check_hashes(role)
 
 
 EMBED = "model.embed_tokens.weight"

@@ -135,6 +135,18 @@ def test_only_the_first_samples_are_used_and_looked_at(tmp_path: Path, tokenizer
     assert len(prompts_of(tokenizer, write_jsonl(tmp_path / "y.jsonl", row()), max_samples=2)) == 1
 
 
+def test_a_token_that_a_model_does_not_have_is_named_with_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = prompts_of(tokenizer, write_jsonl(tmp_path / "x.jsonl", row("a b"), row("h a"), row("b")))
+    prompts.check_vocabulary("critic.model.path=small", 12)
+    said = problem(lambda: prompts.check_vocabulary("critic.model.path=small", 11))
+    assert said.startswith(
+        f"{tmp_path / 'x.jsonl'}, line 2: the prompt has the token id 11, but critic.model.path=small"
+    )
+    assert "0 to 10" in said
+
+
 def test_the_digest_is_that_of_the_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     def digest(name: str, *rows: dict[str, Any]) -> str:
         return prompts_of(tokenizer, write_jsonl(tmp_path / name, *rows)).digest

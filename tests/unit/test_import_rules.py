@@ -33,11 +33,15 @@ MAY_IMPORT = {part: set().union(*ORDER[:level]) for level, parts in enumerate(OR
 MAY_IMPORT["cluster"] = {"errors", "files", "seeds", "config", "placement", "metrics", "protocol"}
 MAY_IMPORT["planner"] = MAY_IMPORT["report"] = {"errors", "files", "config", "placement", "metrics"}
 MAY_IMPORT["command_line"] = {"errors", "config"}
+MAY_IMPORT["terminal"] = {"errors", "command_line"}
+for part in ("placement", "report", "trainer", "cli"):
+    MAY_IMPORT[part] |= {"terminal"}
 MAY_IMPORT["trainer"] |= {"cluster", "command_line"}
 MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
 WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
+WITHOUT_TORCH |= {"terminal"}
 WITH_RAY = {"cluster"}
 
 

@@ -83,6 +83,20 @@ def test_a_weight_that_is_missing_is_named(model: Path, load: Callable[[Path], n
     assert "are not in its files (model.norm.weight)" in refusal(lambda: load(model))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("load", "key"), [(policy, "actor_rollout_ref.model.path"), (critic, "critic.model.path")], ids=["policy", "critic"]
+)
+def test_a_weight_that_is_not_finite_is_named(
+    model: Path, load: Callable[[Path], nn.Module], key: str, number: float
+) -> None:
+    weights = load_file(model / WEIGHTS)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = number
+    save_file(weights, model / WEIGHTS, {"format": "pt"})
+    line = refusal(partial(load, model))
+    assert line.startswith(f"{key}={model}: weights are not finite (model.layers.1.mlp.up_proj.weight)")
+
+
 def test_an_override_that_asks_for_more_layers_is_refused_and_one_for_fewer_is_not(language_model: Path) -> None:
     line = refusal(lambda: policy(language_model, num_hidden_layers=3))
     assert "weights of a LlamaForCausalLM are not in its files (model.layers.2.input_layernorm.weight, " in line

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup, find_deaths
 from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, reserve, slot_device
+from rolepool.cluster.private import make_token_private, private_folder
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, WorkerError, one_line
@@ -190,8 +192,12 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # "local" never joins another Ray that happens to run on this machine.
         num_gpus = 0 if device == "cpu" else None
-        _init_ray(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False)
-        return ray.shutdown
+        make_token_private()
+        with ExitStack() as cleanup:
+            options = {"_temp_dir": str(cleanup.enter_context(private_folder())), "include_dashboard": False}
+            _init_ray(address="local", num_cpus=num_cpus, num_gpus=num_gpus, **options)
+            cleanup.callback(ray.shutdown)
+            return cleanup.pop_all().close
     try:
         _probe(address)
         _init_ray(address=address)
@@ -205,11 +211,18 @@ def _init_ray(**options: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
     environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
+    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
+    # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
+    # imported. tests/cluster/test_calls.py fails if this has no effect.
+    joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
     try:
         ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
     except BaseException:
         ray.shutdown()  # stops the parts of Ray that have started
         raise
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 

@@ -8,6 +8,7 @@ of whole GPUs.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -333,8 +334,9 @@ def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], d
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
             context = replace(base, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node))
             addresses.append(process.actor.take_rank.remote(context, shares[name]))
+        secret = secrets.token_hex(16)
         for process in members:
-            joined[process.actor.join_pool.remote(addresses[0], START_TIMEOUT_S)] = str(process), name
+            joined[process.actor.join_pool.remote(addresses[0], secret, START_TIMEOUT_S)] = str(process), name
     await_all(joined, "meet the other ranks of its pool")
 
 

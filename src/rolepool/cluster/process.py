@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -31,7 +32,7 @@ import ray
 import torch
 import torch.distributed as dist
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
@@ -154,20 +155,28 @@ class WorkerProcess:
             os.environ[name.upper()] = str(getattr(context, name))
         if context.rank:
             return None
-        # Port 0 lets the system choose a free one, and the store holds it from then on.
-        self._store = TCPStore(self._address, 0, context.world_size, is_master=True, wait_for_workers=False)
-        return self._address, self._store.port
+        # The store itself would listen on all addresses. Port 0 lets the system choose a free one.
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listener = socket.create_server((self._address, 0), family=family, backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        self._store = TCPStore(self._address, port, context.world_size, is_master=True, **options)
+        return self._address, port
 
-    def join_pool(self, master: tuple[str, int], timeout_s: float) -> None:
-        """Join the process group of the pool."""
+    def join_pool(self, master: tuple[str, int], secret: str, timeout_s: float) -> None:
+        """Join the process group of the pool. All keys of its store begin with the secret, which other programs that
+        can reach the store do not know."""
         address, port = master
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        # Without this gloo uses the address of the host name, which on many systems is a loopback address.
+        # Without this gloo uses the address of the host name, and NCCL any address that is not a loopback address.
         for name, addresses in psutil.net_if_addrs().items():
             if any(one.address == self._address for one in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                if self._address == "127.0.0.1":
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         context, backend = self._context, "gloo"
-        store = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        server = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = PrefixStore(secret, server)
         if context.device != "cpu":
             torch.cuda.set_device(0)
             backend = "cpu:gloo,cuda:nccl"

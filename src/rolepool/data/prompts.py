@@ -93,6 +93,18 @@ class PromptSet:
         prompts = {"raw_prompt": [row["prompt"] for row in rows], "raw_prompt_ids": all_ids}
         return {**{name: [row[name] for row in rows] for name in names}, **prompts}
 
+    def check_vocabulary(self, model: str, size: int) -> None:
+        """Raise DataError if a prompt has a token id that a model of this vocabulary size does not have. `model` is the
+        model's key and path."""
+        ids = np.frombuffer(self._token_ids, dtype=np.intc)
+        place = int(ids.argmax())
+        if ids[place] >= size:
+            row = int(self._starts.searchsorted(place, side="right")) - 1
+            raise DataError(
+                f"{self._parse(row)['origin']}: the prompt has the token id {ids[place]}, but {model} has only the ids "
+                f"0 to {size - 1}; use the tokenizer of that model, or a model with the same tokens"
+            )
+
     def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
         digest of all tokens. Raises DataError with one line for each kind of problem."""

@@ -10,26 +10,29 @@ else a run saves (data position, metrics) and when.
         rank_00000_of_00002.json         size of all tensors, number of updates, random states
         shard-*.safetensors              weights by Hugging Face name; NAME/exp_avg, NAME/exp_avg_sq, NAME/step
         config.json                      the model's configuration, if it is a Hugging Face model
+        rank_00000_of_00002.sha256       hashes of the files that the rank wrote, as `sha256sum --check` reads them
 
 A name that begins with `.tmp-` belongs to a save, an export or a removal that did not finish, and is never read.
 """
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -52,10 +55,16 @@ COPIED, COPIED_SUFFIX = "copied", ".copied"
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
-_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_RANK_FILE = re.compile(r"rank_\d{5,}_of_\d{5,}\.json")
+_HASHES = ".sha256"
+_INVALID = (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError)
+"""What parsing a file and restoring a random state raise if the file is damaged (RecursionError: deeply nested)."""
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files that an export copies: configurations, tokenizers, chat templates, model code."""
 
+Check = Callable[[Path], object]
+"""A function that raises ConfigError if something is wrong with a folder."""
 Saved = dict[str, TensorStorageMetadata]
 """Size and dtype of saved tensors by name."""
 
@@ -77,11 +86,12 @@ class RankState(BaseModel):
 # One role
 
 
-def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
+def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES, hashed: bool = True) -> None:
     """Write weights, optimizer states, number of updates and random states into a new folder.
 
     All ranks of the pool call it, and each writes its own shards; replicas and tied weights are written once. The
     folder is complete when the last rank has returned; the caller waits for that before it publishes the folder.
+    Hashes are for files that are kept on a disk.
     """
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +111,11 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         config = {**json.loads(trained.model.config.to_json_string()), "architectures": [own_class.__name__]}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     text = rank_state(trained).model_dump_json(fallback=lambda array: array.tolist())
-    (folder / rank_file(rank, num_ranks)).write_text(text, encoding="utf-8")
+    own = folder / rank_file(rank, num_ranks)
+    own.write_text(text, encoding="utf-8")
+    if hashed:
+        shards = folder.glob(f"shard-{rank + 1:05d}-*.safetensors")
+        write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
 def rank_state(trained: TrainedModel, step: int | None = None) -> RankState:
@@ -189,16 +203,19 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
 
 def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is complete."""
-    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
+    names = sorted(path.name for path in folder.glob("rank_*_of_*.json") if _RANK_FILE.fullmatch(path.name))
     if not names:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
     num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
-    if missing := sorted({rank_file(rank, num_ranks) for rank in range(num_ranks)} - {*names}):
+    wanted = (rank_file(rank, num_ranks) for rank in range(num_ranks))
+    if missing := list(islice((name for name in wanted if name not in names), 3)):
         raise ConfigError(f"{folder / name}: missing" for name in missing)
     ranks, fix = [], "copy the checkpoint again"
     for name in names:
-        with explained(f"{folder / name}: not a valid rank file", fix, ValidationError):
+        with explained(f"{folder / name}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
             ranks.append(RankState.model_validate_json((folder / name).read_bytes()))
+            restored.callback(set_random_state, random_state())
+            set_random_state(ranks[-1].rng)  # fails if it is not a random state
     if len(names) > num_ranks or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
         raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
     for path in sorted(folder.glob("*.safetensors")):
@@ -214,6 +231,41 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     if num_bytes != ranks[0].num_bytes:
         raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
     return ranks, tensors
+
+
+def write_hashes(beside: Path, files: Iterable[Path]) -> None:
+    """Write the hashes of files into a file next to `beside`, with the same name and another suffix."""
+    lines = (f"{digest}  {file.name}\n" for file, digest in _hashes(files).items())
+    beside.with_suffix(_HASHES).write_text("".join(lines), encoding="utf-8")
+
+
+def check_hashes(folder: Path) -> None:
+    """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed since it was saved.
+
+    Checkpoints of older versions have no hashes. They are accepted.
+    """
+    expected: dict[Path, str] = {}
+    fix = "copy the checkpoint again, or use another one"
+    for file in sorted(folder.rglob(f"*{_HASHES}")):
+        with explained(f"{file}: not a list of hashes", fix, ValueError):
+            lines = [line.split("  ", 1) for line in file.read_text(encoding="utf-8").splitlines()]
+            expected |= {file.parent / name: digest for digest, name in lines if Path(name).name == name}
+    with explained(f"{folder}: cannot be read", fix):
+        damaged = [file for file, digest in _hashes(expected).items() if digest != expected[file]]
+    if damaged:
+        raise ConfigError(f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}")
+
+
+def _hashes(files: Iterable[Path]) -> dict[Path, str]:
+    """The hash of each file. Several files are read at the same time."""
+
+    def hash_of(file: Path) -> str:
+        with file.open("rb", buffering=0) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    files = sorted(files)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(files, threads.map(hash_of, files), strict=True))
 
 
 def _read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
@@ -250,6 +302,7 @@ def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes
     if not (model_config_dir / "config.json").is_file():
         raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
     _, saved = _read_saved(folder)
+    check_hashes(folder)
     weights = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in saved.items()
@@ -317,10 +370,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:
-    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning."""
+def newest_checkpoint(run_dir: Path, parts: Collection[str] = (), check: Check | None = None) -> Path | None:
+    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning.
+    `check` raises ConfigError if something else is wrong with one."""
     for folder in _newest_first(run_dir):
-        if problem := _problem(folder):
+        if problem := _problem(folder, check):
             _logger.warning("skipping %s: %s", folder, problem)
         elif all((folder / part).is_dir() for part in parts):
             return folder
@@ -355,7 +409,7 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def _newest_first(run_dir: Path) -> list[Path]:
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir()]
-    steps = {int(match[1]): path for path in found if (match := _STEP_FOLDER.fullmatch(path.name))}
+    steps = {int(match[1]): path for path in found if (match := STEP_FOLDER.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
@@ -364,13 +418,15 @@ def _parts(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
 
-def _problem(folder: Path) -> str | None:
+def _problem(folder: Path, check: Check | None = None) -> str | None:
     """Why a checkpoint is not complete; None if it is."""
     try:
-        with explained("trainer.json cannot be read", "only complete checkpoints are used", ValueError):
+        with explained("trainer.json cannot be read", "only complete checkpoints are used", *_INVALID):
             json.loads((folder / "trainer.json").read_bytes())
         for part in (parts := _parts(folder)):
             _read_saved(part)
+        if check is not None:
+            check(folder)
     except ConfigError as error:
         return error.problems[0]
     return None if parts else "it has no saved role"

@@ -101,8 +101,17 @@ def _load(
                 f"{key}={path}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
                 "would be random; give such a model with all its weights; override_config must not change its shape"
             )
+    damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if damaged:
+        what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
+        raise ConfigError(f"{key}={path}: {what}; copy the model again, or give one from before its training diverged")
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite. Takes no memory of the weight's size."""
+    return weight.numel() == 0 or all(bound.isfinite().item() for bound in weight.detach().aminmax())

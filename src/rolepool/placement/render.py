@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from string import ascii_uppercase
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from rolepool.placement.checks import Advice
 from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
 from rolepool.placement.plan import Plan
+from rolepool.terminal import Terminal
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MAX_ROWS_ALIKE = 4
@@ -71,7 +72,7 @@ def plan_as_json(
 
 def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
     """The text to print, with colours if standard output is a terminal."""
-    console = Console(highlight=False, force_jupyter=False)
+    console = Terminal(force_jupyter=False)
     console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
     nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
     kind = "CPU slots" if plan.device == "cpu" else "GPUs"

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
-from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from rolepool.config import load_config
@@ -204,7 +203,7 @@ def as_table(lines: Sequence[Line]) -> Table:
         table.add_column(name, justify="right" if name in ("mean", "p50", "p95", "ratio") else "left", no_wrap=True)
     for measure, group in groupby(lines, key=lambda line: line.measure):
         for number, line in enumerate(group):
-            table.add_row("" if number else escape_markup(measure), escape_markup(line.run), *cells_of(line))
+            table.add_row("" if number else measure, line.run, *cells_of(line))
     return table
 
 

@@ -77,9 +77,10 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     # One line for each step. A cell is empty if the step does not have that number.
     with atomic_path(written[0]) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["run", "step", *keys])
+        writer.writerow(["run", "step", *map(csv_text, keys)])
         for name, metrics in logs.items():
-            writer.writerows([name, step, *(row.get(key, "") for key in keys)] for step, row in metrics.items())
+            for step, row in metrics.items():
+                writer.writerow([csv_text(name), step, *(row.get(key, "") for key in keys)])
     with style():
         figures = {
             "overview": _overview(logs),
@@ -97,6 +98,11 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
                 with atomic_path(written[-1]) as temporary:
                     figure.savefig(temporary)
     return written
+
+
+def csv_text(text: str) -> str:
+    """A cell of text. A spreadsheet would take one that begins with one of these characters for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def mean_times(metrics: MetricsByStep) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from pydantic import TypeAdapter
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -23,6 +23,7 @@ from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
 from rolepool.report.run import finite_values, read_run
+from rolepool.terminal import Terminal
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
@@ -38,7 +39,7 @@ LANE_WIDTH = 78
 def watch(folder: str | Path, *, once: bool) -> None:
     """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a terminal."""
     watched = WatchedRun(folder)
-    console = Console(highlight=False)
+    console = Terminal()
     if once or not console.is_terminal:
         console.print(watched.frame())
         return

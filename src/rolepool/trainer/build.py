@@ -5,7 +5,7 @@ class plays which role is in the table of `rolepool.placement.roles`.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +105,17 @@ def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None =
         raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
 
 
-def check_reward_texts(config: Config, plan: Plan, prompts: Iterable[PromptSet]) -> None:
-    """Raise an error, before a process starts, if a reward model cannot read what the policy writes. The chat template
-    of a reward model is tried with the first prompt of each set."""
-    for role, keys in _reward_models(config, plan).items():
+def check_prompts(config: Config, plan: Plan, prompts: Sequence[PromptSet]) -> None:
+    """Raise an error, before a process starts, if a model cannot read the prompts: if policy or critic do not have one
+    of their tokens, or if a reward model cannot read what the policy writes. The chat template of a reward model is
+    tried with the first prompt of each set."""
+    trusted, scorers = config.actor_rollout_ref.model.trust_remote_code, _reward_models(config, plan)
+    for key, (path, overrides) in models_of(config, plan).items():
+        if key not in (f"{ROLE_SPECS[role].model}.path" for role in scorers):
+            model = read_model_config(key, path, trust_remote_code=trusted, overrides=dict(overrides))
+            for one in prompts:
+                one.check_vocabulary(f"{key}={path}", model.get_text_config().vocab_size)
+    for role, keys in scorers.items():
         key, trusted = f"{ROLE_SPECS[role].model}.path", keys.trust_remote_code
         model = read_model_config(key, keys.path, trust_remote_code=trusted, overrides={})
         texts = reward_texts(config, ROLE_SPECS[role].model, model.get_text_config().vocab_size)

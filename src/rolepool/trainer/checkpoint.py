@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
@@ -24,7 +24,7 @@ class Position(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step: int
+    step: int = Field(ge=0)
     data: dict[str, Any]
     kl_controller: dict[str, float]
 
@@ -46,7 +46,7 @@ class Checkpoints:
         """The checkpoint to resume from, and the state of the run when it was saved; None starts a new run."""
         is_auto = self._keys.resume_mode == "auto"
         named = Path(self._keys.resume_from_path or "").expanduser()
-        path = model_files.newest_checkpoint(self._folder.path) if is_auto else named
+        path = model_files.newest_checkpoint(self._folder.path, check=_check) if is_auto else named
         if path is None or self._keys.resume_mode == "disable":
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
@@ -57,9 +57,9 @@ class Checkpoints:
                 where = f"trainer.resume_mode=auto: the newest checkpoint, {path},"
                 fix = "use the keys it was saved with, or set trainer.resume_mode=disable to start a new run"
             raise ConfigError(f"{where} has no {missing}; {fix}")
-        state = path / "trainer.json"
-        with explained(f"{state}: not a trainer state", "resume from another checkpoint", ValidationError):
-            return path, Position.model_validate_json(state.read_bytes())
+        if not is_auto:
+            _check(path)
+        return path, _position(path)
 
     def newest(self) -> tuple[Path, Position] | None:
         """The newest checkpoint of the run folder, and the state of the run when it was saved."""
@@ -84,7 +84,9 @@ class Checkpoints:
         temporary = model_files.temporary_folder(final)
         for call in [role.save_checkpoint(str(temporary / name)) for name, role in roles.trained.items()]:
             call.get()
-        (temporary / "trainer.json").write_text(position.model_dump_json(indent=2), encoding="utf-8")
+        state = temporary / "trainer.json"
+        state.write_text(position.model_dump_json(indent=2), encoding="utf-8")
+        model_files.write_hashes(state, [state])
         model_files.publish(temporary, final)
         for role in self._parts:
             key = ROLE_SPECS[role].checkpoints_to_keep
@@ -98,6 +100,23 @@ class Checkpoints:
             role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
         for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
             call.get()
+
+
+def _check(folder: Path) -> None:
+    """Raise ConfigError if the checkpoint is damaged. Reads all of it."""
+    _position(folder)
+    model_files.check_hashes(folder)
+
+
+def _position(folder: Path) -> Position:
+    """The state of the run in a checkpoint."""
+    file, fix = folder / "trainer.json", "resume from another checkpoint"
+    with explained(f"{file}: not a trainer state", fix, ValidationError):
+        position = Position.model_validate_json(file.read_bytes())
+    match = model_files.STEP_FOLDER.fullmatch(folder.name)
+    if match is not None and int(match[1]) != position.step:
+        raise ConfigError(f"{file}: step={position.step} is not the step of its folder; {fix}")
+    return position
 
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from rolepool.command_line import silence_stdout
+from rolepool.errors import printable
 from rolepool.metrics.run_folder import console_line, sparkline, validation_score
+from rolepool.terminal import Terminal
 from rolepool.trainer.observer import Observer
 
 NUM_SHOWN_SAMPLES = 4
@@ -34,13 +33,6 @@ def short_line(step: int, metrics: Mapping[str, float]) -> str:
     return "  ".join([*parts, f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s"])
 
 
-class _Terminal(Console):
-    """Goes silent if the output pipe closes (`| head`). rich would end the program."""
-
-    def on_broken_pipe(self) -> None:
-        silence_stdout()
-
-
 class TrainingConsole(Observer):
     """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress_of(steps)`.
 
@@ -49,13 +41,13 @@ class TrainingConsole(Observer):
     """
 
     def __init__(self, loggers: Sequence[str]) -> None:
-        self._console = _Terminal(highlight=False, soft_wrap=True)
+        self._console = Terminal(soft_wrap=True)
         self._loggers = loggers
         self._phase: tuple[str, float] | None = None
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -80,7 +72,7 @@ class TrainingConsole(Observer):
         self.on_notice(f"{what} ...{took}")
 
     def on_notice(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        self._console.print(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
         score = validation_score(metrics)
@@ -91,9 +83,9 @@ class TrainingConsole(Observer):
             words = f"reward {self.rewards[-1]:.3f}  {metrics['timing_s/step']:.2f} s per step"
             self.progress.update(self._task, completed=step, description=words)
         if "verl" in self._loggers:
-            self._console.print(console_line(step, metrics), markup=False)
+            self._console.print(console_line(step, metrics))
         if "console" in self._loggers and "timing_s/step" in metrics:
-            self._console.print(short_line(step, metrics), markup=False)
+            self._console.print(short_line(step, metrics))
         if score is not None and "verl" not in self._loggers:
             self._console.print(f"validation after step {step}: mean reward {score:.3f}")
 
@@ -107,11 +99,11 @@ class TrainingConsole(Observer):
             for column in ("prompt", "response", "ground truth", "score"):
                 table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
             for row in self._samples:
-                table.add_row(*(Text(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
+                table.add_row(*(printable(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
             self._console.print(table)
         if self.rewards:
             self._console.print(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
         if self.validations:
             (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
             self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
-        self._console.print(f"run folder: {run_folder}", markup=False)
+        self._console.print(f"run folder: {run_folder}")

@@ -30,7 +30,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProtoFuture
 from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, check_inputs, check_reward_texts
+from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
@@ -95,7 +95,7 @@ class Trainer:
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
-        check_reward_texts(self.config, self.plan, [prompts, *([self.val_prompts] if self.val_prompts else [])])
+        check_prompts(self.config, self.plan, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         num_epochs = self.config.trainer.total_epochs
         self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
         self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
