@@ -26,7 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup
 from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, slot_device
-from rolepool.errors import PlacementError, one_line
+from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
+from rolepool.errors import PlacementError, RayDiedError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
@@ -69,6 +70,7 @@ class Cluster:
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
+            cleanup.push(_name_ray_as_cause)
             pools = launch(plan, live_nodes(), cleanup, timeout_s=timeout_s, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
         for name, processes in pools.items():
@@ -92,15 +94,21 @@ class Cluster:
 
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
-        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
-        with suppress(RayError):
-            self._cleanup.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
+        with suppress(RayError):
+            self._cleanup.__exit__(*error)
+
+
+def _name_ray_as_cause(kind: object, error: BaseException | None, trace: object) -> None:
+    """If Ray has died, errors of all types follow, and some of them blame a worker."""
+    if isinstance(error, Exception) and not isinstance(error, RayDiedError):
+        raise_if_ray_died()
 
 
 class Monitors:
@@ -161,7 +169,8 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # "local" never joins another Ray that happens to run on this machine.
         num_gpus = 0 if device == "cpu" else None
-        _init_ray(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False)
+        counts = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        start_local_ray(_init_ray, address="local", include_dashboard=False, _system_config=SYSTEM_CONFIG, **counts)
         return ray.shutdown
     try:
         _probe(address)

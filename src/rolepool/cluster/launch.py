@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
+from rolepool.cluster.local_ray import raise_if_ray_died
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RolepoolError, WorkerError
@@ -33,6 +34,7 @@ from rolepool.protocol.worker import WorkerContext
 logger = logging.getLogger(__name__)
 
 NUM_CLOCK_QUESTIONS = 5
+POLL_S = 0.2
 START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
 
@@ -243,7 +245,11 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
     """
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(POLL_S, left_s)))
+        if not ready and left_s > POLL_S:
+            raise_if_ray_died()
+            continue
         who, pool = asked[(ready or waiting)[0]]
         if not ready:
             missing = f"{len(waiting)} of {len(asked)} processes have not answered"

@@ -137,6 +137,10 @@ class TrainerConfig(Section):
     """Number of steps at the start that train only the critic."""
     max_bad_steps: Count = 3
     """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
+    max_restarts: CountOrZero = 3
+    """Restart after a death (of a driver that was killed, or of Ray) at most N times without a new step in between; 0
+    never restarts. A restarted driver resumes from the newest checkpoint of this run, or begins the run again if there
+    is none yet (docs/training.md)."""
     balance_batch: bool = True
     """Assign about the same number of tokens to every rank."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

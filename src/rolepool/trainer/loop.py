@@ -5,8 +5,10 @@ step has begun. Saving and validating wait for that.
 """
 
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +36,13 @@ from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.step import Roles, StepCalls
+from rolepool.trainer.supervisor import Death
 
 logger = logging.getLogger(__name__)
+
+
+SAME_SIGNAL_S = 0.5
+"""Signals within this time count as one. `timeout` sends two: to its child, and to the child's process group."""
 
 
 class Interrupt:
@@ -44,6 +51,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = self.in_steps = False
+        self._last_s = -math.inf
         self._error = KeyboardInterrupt
 
     @contextmanager
@@ -62,6 +70,9 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
+        last_s, self._last_s = self._last_s, time.monotonic()
+        if self._last_s - last_s < SAME_SIGNAL_S:
+            return
         self._error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if self.asked or not self.in_steps:
             raise KeyboardInterrupt
@@ -105,6 +116,8 @@ class Trainer:
         self.interrupt = Interrupt()
         self.start_step = self.saved_step = 0
         self._before: list[Recorded] = []
+        self.death: Death | None = None
+        """How the driver before this one died, if this one was started in its place."""
 
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
@@ -142,7 +155,8 @@ class Trainer:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
         ray_init = self.config.ray_kwargs.ray_init
         if self.save_freq < 0 and not self.config.trainer.val_only:
-            self.observer.on_notice("no checkpoint will be saved (trainer.save_freq=-1)")
+            after_death = "a driver that is killed cannot resume, and the run begins again"
+            self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {after_death}")
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
         with Cluster(
@@ -169,6 +183,9 @@ class Trainer:
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
                 self.folder.write("config.yaml", self.loaded.to_yaml())
+            if self.death is not None:
+                step = max(self.death.step, self.start_step) + 1
+                self.folder.add_restart(step, self.death.what, self.start_step + 1, time.time() - self.death.time_s)
             self.loggers.start(self.folder.path)
             self.live = LiveState(cluster.groups, lambda text: self.folder.write("state.json", text))
             try:
