@@ -122,7 +122,8 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
     trainer.observer = said = Said()
     with pytest.raises(PlacementError, match="no Ray cluster answers there"):
         trainer.run()
-    nothing = ["no checkpoint will be saved (trainer.save_freq=-1)"] if save_freq == "-1" else []
+    lost = "no checkpoint will be saved (trainer.save_freq=-1): if the driver is killed, all its steps are lost"
+    nothing = [lost] if save_freq == "-1" else []
     assert said.lines == [*nothing, "starting 2 processes"]
 
 

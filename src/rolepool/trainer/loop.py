@@ -155,8 +155,8 @@ class Trainer:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
         ray_init = self.config.ray_kwargs.ray_init
         if self.save_freq < 0 and not self.config.trainer.val_only:
-            after_death = "a driver that is killed cannot resume, and the run begins again"
-            self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {after_death}")
+            lost = "if the driver is killed, all its steps are lost"
+            self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
         with Cluster(

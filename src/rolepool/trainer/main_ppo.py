@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rolepool.command_line import Parser, load_words, print_errors, run_program
+from rolepool.command_line import DriverEnd, Parser, load_words, print_errors, run_program
 from rolepool.errors import ConfigError, RayDiedError
 
 if TYPE_CHECKING:
@@ -33,26 +33,13 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     if sys.argv[len(sys.argv) - len(arguments) :] != arguments:  # a Python program called `main` with a list
         start(loaded)
         return None
-    return _supervise(loaded)
 
+    from rolepool.trainer.supervisor import supervise
 
-def _supervise(loaded: LoadedConfig) -> int | None:
-    """Train in a driver process that is started again if it is killed. Return the exit code, in both processes."""
-    from rolepool.trainer.supervisor import EXIT_RAY_DIED, Supervisor
-
-    keys = loaded.config.trainer
-    result = Supervisor(keys).run()
+    result = supervise(loaded.config.trainer)
     if isinstance(result, int):
         return result
-    if result is not None and result.has_checkpoint:
-        auto = keys.model_copy(update={"resume_mode": "auto"})
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"trainer": auto}))
-    try:
-        start(loaded, death=result)
-    except RayDiedError as error:
-        print_errors(error.problems)
-        return EXIT_RAY_DIED
-    return None
+    raise DriverEnd(run_program(lambda _: start(loaded, death=result), []))
 
 
 def start(
@@ -69,6 +56,9 @@ def start(
     """
     if problems := loaded.why_not_trained():
         raise ConfigError(problems)
+    if death is not None and death.has_checkpoint:
+        keys = loaded.config.trainer.model_copy(update={"resume_mode": "auto"})
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"trainer": keys}))
 
     from rolepool.config.recipes import DEMO_FOLDER, trains_demo
 

@@ -18,14 +18,11 @@ from typing import NamedTuple
 import psutil
 from rich.console import Console
 
-from rolepool.command_line import EXIT_USER_ERROR, print_errors
+from rolepool.command_line import EXIT_RAY_DIED, EXIT_USER_ERROR, print_errors
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.metrics.run_folder import last_step
 
-EXIT_RAY_DIED = 75
-"""The driver's exit code if its Ray has died. It is not seen outside."""
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-ENDED_ON_PURPOSE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ON_PURPOSE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,103 +34,90 @@ class Death(NamedTuple):
     step: int
     """The last step that it had completed, or 0."""
     has_checkpoint: bool
-    """Whether the run has saved a checkpoint of its own."""
+    """Whether the run has saved a checkpoint."""
 
 
-class Supervisor:
-    """Starts a driver, and starts it again if it was killed, until `trainer.max_restarts`."""
+def supervise(keys: TrainerConfig) -> int | Death | None:
+    """Start a driver, and start it again each time it is killed.
 
-    def __init__(self, keys: TrainerConfig) -> None:
-        self._keys = keys
-        self._folder = Path(keys.default_local_dir).expanduser()
-        self._plan_before = self._plan_version()
-        self._driver = 0
-        self._asked: int | None = None
-        self._num_restarts = self._furthest_step = 0
+    Returns in this process when the last driver has ended, with the exit code. Returns in every driver at once, with
+    the death of the driver before it, or None in the first one.
+    """
+    folder = Path(keys.default_local_dir).expanduser()
+    plan_before = _plan_time(folder)
+    death: Death | None = None
+    furthest_step = num_restarts = 0
+    while driver := _start_driver():
+        code, asked = _wait_for(driver)
+        if code >= 0 and code != EXIT_RAY_DIED:
+            return code
+        _kill_session(driver)
+        Console().show_cursor()  # a progress bar hides it
+        if asked or -code in ON_PURPOSE:
+            return 128 + (asked or -code)
+        what = f"driver, killed by signal {-code}" if code < 0 else "Ray (raylet or GCS server)"
+        has_begun = _plan_time(folder) != plan_before  # otherwise, what is in the folder is of an earlier run
+        has_checkpoint = has_begun and any(folder.glob("checkpoints/step_*/trainer.json"))
+        death = Death(what, time.time(), last_step(folder) if has_begun else 0, has_checkpoint)
+        # A repeated step is not progress: otherwise, a run that dies in the same step each time would never end.
+        num_restarts = 1 if death.step > furthest_step else num_restarts + 1
+        furthest_step = max(furthest_step, death.step)
+        _announce(death, num_restarts, keys.max_restarts)
+        if num_restarts > keys.max_restarts:
+            return EXIT_USER_ERROR if code == EXIT_RAY_DIED else 128 - code
+    return death
 
-    def run(self) -> int | Death | None:
-        """Return in this process when the last driver has ended, with the exit code. Return in every driver at once,
-        with the death of the driver before it, or None in the first driver."""
-        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
-        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
-        death: Death | None = None
-        while self._fork():
-            code = os.waitstatus_to_exitcode(os.waitpid(self._driver, 0)[1])
-            if code >= 0 and code != EXIT_RAY_DIED:
-                return code
-            kill_session(self._driver)
-            Console().show_cursor()  # a progress bar hides it
-            number = self._asked or (-code if -code in ENDED_ON_PURPOSE else None)
-            if number is not None:
-                return 128 + number
-            death = self._death(code)
-            if not self._may_restart(death):
-                return EXIT_USER_ERROR if code == EXIT_RAY_DIED else 128 - code
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-        return death
 
-    def _fork(self) -> bool:
-        """Start a driver. Returns False in it; its signals are blocked until it has its own handlers."""
-        signals = {*PASSED_ON, signal.SIGTSTP}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        sys.stdout.flush()
-        supervisor = os.getpid()
-        self._driver = os.fork()
-        if self._driver == 0:
-            os.setsid()
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no driver without a supervisor
-            if os.getppid() != supervisor:
-                os._exit(EXIT_USER_ERROR)
-            return False
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        return True
+def _start_driver() -> int:
+    """Fork. Returns the driver's process id, and 0 in the driver."""
+    sys.stdout.flush()
+    supervisor = os.getpid()
+    driver = os.fork()
+    if driver == 0:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the driver ends with its supervisor
+        if os.getppid() != supervisor:
+            os._exit(EXIT_USER_ERROR)
+    return driver
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
+
+def _wait_for(driver: int) -> tuple[int, int]:
+    """The driver's exit code (or minus the signal that killed it), and the last signal that was passed on, or 0."""
+    asked = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = number
         with suppress(ProcessLookupError):
-            os.kill(self._driver, number)
+            os.kill(driver, number)
 
-    def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z stops the driver too, until `fg` or `bg`."""
-        os.killpg(self._driver, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os.killpg(self._driver, signal.SIGCONT)
-
-    def _plan_version(self) -> int:
-        """Changes when a driver takes over the run folder. What was in the folder before is not of this run."""
-        plan = self._folder / "plan.json"
-        return plan.stat().st_mtime_ns if plan.exists() else 0
-
-    def _death(self, code: int) -> Death:
-        what = f"driver, killed by signal {-code}" if code < 0 else "Ray"
-        if self._plan_version() == self._plan_before:
-            return Death(what, time.time(), step=0, has_checkpoint=False)
-        has_checkpoint = any(self._folder.glob("checkpoints/step_*/trainer.json"))
-        return Death(what, time.time(), last_step(self._folder), has_checkpoint)
-
-    def _may_restart(self, death: Death) -> bool:
-        """Count the restart. A step counts as new only if no driver before has completed it: otherwise, a run that dies
-        in the same step each time would never end."""
-        if death.step > self._furthest_step:
-            self._furthest_step, self._num_restarts = death.step, 0
-        self._num_restarts += 1
-        most = self._keys.max_restarts
-        when = f"{death.what}, after step {death.step}" if death.step else f"{death.what}, before the first step ended"
-        if self._num_restarts > most:
-            fix = "fix the cause, and run the same command again to resume"
-            print_errors([f"{when}; not restarted any more (trainer.max_restarts={most}); {fix}"])
-            return False
-        where = "from the newest checkpoint" if death.has_checkpoint else "from where the run began: no checkpoint yet"
-        print_errors([f"{when}; restarting {where} ({self._num_restarts} of {most} without a new step)"], label="")
-        return True
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    _, status = os.waitpid(driver, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return os.waitstatus_to_exitcode(status), asked
 
 
-def kill_session(session: int) -> None:
-    """Kill what a dead driver has left in its session, so that the next driver finds free memory and GPUs."""
+def _plan_time(folder: Path) -> int:
+    """Changes when a driver takes over the run folder."""
+    plan = folder / "plan.json"
+    return plan.stat().st_mtime_ns if plan.exists() else 0
+
+
+def _kill_session(session: int) -> None:
+    """Kill what a dead driver has left, so that the next driver finds free memory and GPUs."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getsid(process.pid) == session:
                 process.kill()
+
+
+def _announce(death: Death, number: int, most: int) -> None:
+    """Print what happens now."""
+    when = f"{death.what}, " + (f"after step {death.step}" if death.step else "before the first step ended")
+    where = "from the newest checkpoint" if death.has_checkpoint else "from where the run began: no checkpoint yet"
+    then = f"restarting {where} ({number} of {most} without a new step)"
+    if number > most:
+        then = f"not restarted any more (trainer.max_restarts={most}); fix the cause, and run the same command again"
+    print_errors([f"{when}; {then}"], label="")
