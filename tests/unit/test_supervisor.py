@@ -19,7 +19,7 @@ PROGRAM = """if True:
     from rolepool.config import load_config
     from rolepool.metrics.run_folder import RunFolder
     from rolepool.command_line import EXIT_RAY_DIED
-    from rolepool.trainer.supervisor import supervise
+    from rolepool.trainer.supervisor import EXIT_TRACEBACK, supervise
 
     folder = RunFolder(sys.argv[1])
     keys = load_config([], [f"trainer.default_local_dir={folder.path}", *sys.argv[2:]]).config.trainer
@@ -98,7 +98,7 @@ os.kill(os.getpid(), signal.SIGSEGV)"""
 
 @pytest.mark.parametrize(
     ("ending", "code", "num_starts"),
-    [("2", 2, 1), ("0", 0, 1), ("1", 1, 1), ("EXIT_RAY_DIED", 2, 2)],
+    [("2", 2, 1), ("0", 0, 1), ("EXIT_TRACEBACK", 1, 1), ("EXIT_RAY_DIED", 2, 2), ("1", 2, 2)],
 )
 def test_only_a_driver_whose_ray_died_is_restarted_after_it_ended_by_itself(
     ending: str, code: int, num_starts: int, tmp_path: Path

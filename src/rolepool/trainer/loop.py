@@ -41,7 +41,7 @@ from rolepool.trainer.supervisor import Death
 logger = logging.getLogger(__name__)
 
 
-SAME_SIGNAL_S = 0.5
+SAME_SIGNAL_S = 0.3
 """Signals within this time count as one. `timeout` sends two: to its child, and to the child's process group."""
 
 

@@ -6,6 +6,7 @@ Owns what is printed before the first step and after the last one. Slow imports 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,17 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
         start(loaded)
         return None
 
-    from rolepool.trainer.supervisor import supervise
+    from rolepool.trainer.supervisor import EXIT_TRACEBACK, supervise
 
     result = supervise(loaded.config.trainer)
     if isinstance(result, int):
         return result
-    raise DriverEnd(run_program(lambda _: start(loaded, death=result), []))
+    try:
+        code = run_program(lambda _: start(loaded, death=result), [])
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_TRACEBACK
+    raise DriverEnd(code)
 
 
 def start(

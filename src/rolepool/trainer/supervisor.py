@@ -24,6 +24,8 @@ from rolepool.metrics.run_folder import last_step
 
 ON_PURPOSE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
+EXIT_TRACEBACK = 70
+"""Of a driver process: an error without a message of its own. With code 1, only Ray's code in it ends a driver."""
 
 
 class Death(NamedTuple):
@@ -49,8 +51,8 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
     furthest_step = num_restarts = 0
     while driver := _start_driver():
         code, asked = _wait_for(driver)
-        if code >= 0 and code != EXIT_RAY_DIED:
-            return code
+        if code >= 0 and code not in (EXIT_RAY_DIED, 1):
+            return 1 if code == EXIT_TRACEBACK else code
         _kill_session(driver)
         Console().show_cursor()  # a progress bar hides it
         if asked or -code in ON_PURPOSE:
@@ -64,7 +66,7 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
         furthest_step = max(furthest_step, death.step)
         _announce(death, num_restarts, keys.max_restarts)
         if num_restarts > keys.max_restarts:
-            return EXIT_USER_ERROR if code == EXIT_RAY_DIED else 128 - code
+            return EXIT_USER_ERROR if code > 0 else 128 - code
     return death
 
 
