@@ -72,7 +72,8 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
 
 def _start_driver() -> int:
     """Fork. Returns the driver's process id, and 0 in the driver."""
-    sys.stdout.flush()
+    if sys.stdout is not None:  # None if the shell closed it
+        sys.stdout.flush()
     supervisor = os.getpid()
     driver = os.fork()
     if driver == 0:
