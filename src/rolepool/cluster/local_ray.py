@@ -51,8 +51,10 @@ def raise_if_ray_died() -> None:
 
 def ray_death() -> str | None:
     """Which part of the Ray that this process started has ended, and how; None if all parts run."""
-    node = ray_worker._global_node
-    for kind, name in PARTS.items() if node is not None else ():
+    node: Any = ray_worker._global_node
+    if node is None:
+        return None
+    for kind, name in PARTS.items():
         for process in (started.process for started in node.all_processes.get(kind, ())):
             if (code := process.poll()) is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
