@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -153,3 +154,22 @@ def test_a_driver_that_somebody_ended_is_not_restarted(tmp_path: Path) -> None:
     run = start(tmp_path, "say('started')\nos.kill(os.getpid(), signal.SIGTERM)")
     output, _ = run.communicate(timeout=30)
     assert (run.returncode, output) == (128 + 15, "started\n")
+
+
+def test_in_a_terminal_ctrl_c_reaches_the_driver_once_and_the_driver_sees_the_terminal(tmp_path: Path) -> None:
+    driver = """
+signal.signal(signal.SIGINT, ask)
+say(f"{sys.stdout.isatty()} {os.get_terminal_size().columns > 0 or os.get_terminal_size().lines == 0}")
+time.sleep(60)"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", PROGRAM + driver.replace("\n", "\n    "), str(tmp_path)])
+    output = b""
+    while b"True" not in output:
+        output += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    output += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert output.count(b"signal 2") == 1 and output.startswith(b"True True")
