@@ -181,6 +181,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "val_only": False,
         "critic_warmup": 0,
         "max_bad_steps": 3,
+        "max_restarts": 3,
         "balance_batch": True,
         "resume_mode": "auto",
         "resume_from_path": NOT_SAID,

@@ -29,7 +29,7 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
             "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
             "or use rolepool.trainer.main_ppo"
         )
-    if sys.argv[len(sys.argv) - len(arguments) :] != arguments:  # a Python program called `main` with a list
+    if not arguments or sys.argv[-len(arguments) :] != arguments:  # a Python program called `main` with a list
         start(loaded)
         return None
 
