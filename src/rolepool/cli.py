@@ -83,11 +83,11 @@ def config(parser: Parser, arguments: list[str]) -> None:
         print(f"# no effect: {setting} ({reason})")
 
 
-def train(parser: Parser, arguments: list[str]) -> None:
+def train(parser: Parser, arguments: list[str]) -> int | None:
     """Train; resumes from the newest checkpoint of the run folder if there is one."""
     from rolepool.trainer.main_ppo import train
 
-    train(arguments, parser.prog)
+    return train(arguments, parser.prog)
 
 
 def export(parser: Parser, arguments: list[str]) -> None:

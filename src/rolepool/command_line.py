@@ -13,12 +13,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolepool.errors import ConfigError, RolepoolError, Terminated, one_line, printable
+from rolepool.errors import ConfigError, RayDiedError, RolepoolError, Terminated, one_line, printable
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
 
 EXIT_SUCCESS, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
+EXIT_RAY_DIED = 75
+"""Of a driver process. `rolepool train` restarts it."""
+
+
+class DriverEnd(SystemExit):
+    """Ends a driver process, which is a copy of the process that started it, without running the code that follows."""
 
 
 def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
@@ -28,6 +34,8 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
         if sys.stdout is not None:  # None if the shell closed it
             sys.stdout.flush()
         return code or EXIT_SUCCESS
+    except DriverEnd:
+        raise
     except SystemExit as ended:  # argparse printed the help, or Ray was stopped while it started
         return EXIT_TERMINATED if ended.code == signal.SIGTERM else EXIT_SUCCESS
     except KeyboardInterrupt as interrupt:
@@ -38,7 +46,7 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
         return EXIT_SUCCESS
     except (RolepoolError, OSError) as error:
         print_errors(error.problems if isinstance(error, RolepoolError) else [one_line(error)])
-        return EXIT_USER_ERROR
+        return EXIT_RAY_DIED if isinstance(error, RayDiedError) else EXIT_USER_ERROR
 
 
 def silence_stdout() -> None:

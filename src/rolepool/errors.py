@@ -50,6 +50,10 @@ class WorkerError(RolepoolError):
         vars(self).update(where)
 
 
+class RayDiedError(RolepoolError):
+    """A part of the run's own Ray died. A new Ray in a new driver process can resume the run."""
+
+
 class DivergedError(RolepoolError):
     """Training no longer makes finite updates."""
 

@@ -24,7 +24,7 @@ from rolepool.errors import PlacementError
 from rolepool.metrics import Span
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
 from rolepool.report.run import read_logs, read_run
-from rolepool.trainer.loop import Observer, Trainer
+from rolepool.trainer.loop import SAME_SIGNAL_S, Observer, Trainer
 from span_times import extent_s, overlap_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -122,7 +122,8 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
     trainer.observer = said = Said()
     with pytest.raises(PlacementError, match="no Ray cluster answers there"):
         trainer.run()
-    nothing = ["no checkpoint will be saved (trainer.save_freq=-1)"] if save_freq == "-1" else []
+    lost = "no checkpoint will be saved (trainer.save_freq=-1): if the driver is killed, all its steps are lost"
+    nothing = [lost] if save_freq == "-1" else []
     assert said.lines == [*nothing, "starting 2 processes"]
 
 
@@ -151,6 +152,7 @@ def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
         assert run.stdout is not None
         while "press Ctrl-C again" not in run.stdout.readline():
             assert run.poll() is None, "it ended without a word"
+        time.sleep(SAME_SIGNAL_S)
         run.send_signal(number)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + number, output

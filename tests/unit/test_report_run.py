@@ -15,6 +15,7 @@ from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.report.run import read_run
+from rolepool.report.views import page_data
 
 SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, (("fetch", 0.5),))
 MOMENT = {
@@ -128,6 +129,20 @@ def test_unreadable_rows_and_moments_are_counted_by_file_and_a_loss_that_is_not_
     assert list(run.metrics) == [1, 2, 3]
     assert math.isnan(run.metrics[3]["actor/pg_loss"])
     assert run.skipped == {"metrics.jsonl": 5, "monitor.jsonl": 2}
+
+
+def test_rows_about_restarts_are_listed_apart_from_the_metrics(folder: RunFolder) -> None:
+    folder.add_restart(2, "driver, killed by signal 9", repeated_from_step=1, seconds=12.34)
+    folder.add_restart(3, "rank 1 of left", repeated_from_step=3, seconds=2.0)
+    append(folder, "metrics.jsonl", '{"step": 3, "restart": {"what": "no number"}}\n')
+    run = read_run(folder.path)
+    assert [*run.metrics] == [1, 2]
+    assert run.restarts == [(2, "driver, killed by signal 9", 1, 12.3), (3, "rank 1 of left", 3, 2.0)]
+    assert run.skipped == {"metrics.jsonl": 1}
+    assert page_data(run)["restarts"][0]["what"] == "driver, killed by signal 9"
+    assert folder.begin(after_step=1) is not None
+    run.read_new()  # the file was written again
+    assert [restart.step for restart in run.restarts] == [2, 3], "they are kept, although their steps are not"
 
 
 def test_whole_files_that_cannot_be_read_are_left_out(folder: RunFolder) -> None:

@@ -26,6 +26,7 @@ from synthetic_runs import write_run
 from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
+from rolepool.metrics.run_folder import RunFolder
 from rolepool.report.serve import NUM_SAMPLES, TAIL_BYTES, Server, describe, find_runs, sample_lines
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
@@ -199,6 +200,16 @@ def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs:
     assert "stopped" in client.row("group/two")
     assert "step 6 of 10" in client.row("group/two")
     assert "split 2 pools, 4 GPUs" in client.row("group/two")
+
+
+def test_restarts_are_counted_wherever_they_are_in_a_long_file(tmp_path: Path, runs: Path) -> None:
+    folder = copy_of(runs, "one", tmp_path / "one")
+    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(f'{{"step": {10 + number}, "a": 1.0}}\n' for number in range(TAIL_BYTES // 10))
+    with serving(tmp_path) as client:
+        assert " restarts: 1 " in client.row("one")
+        assert ", restarts: 1" in client.get("/report?run=one").text
 
 
 def test_the_curve_has_a_point_for_each_step(client: Client) -> None:

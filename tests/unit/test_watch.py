@@ -19,7 +19,7 @@ from rich.console import Console
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.metrics.run_folder import State
+from rolepool.metrics.run_folder import RunFolder, State
 from rolepool.report.run import JsonLines
 from rolepool.report.watch import LAST_STEPS, WatchedRun, lane
 
@@ -46,6 +46,13 @@ def test_one_frame_shows_pools_operations_busy_time_reward_and_time_left(
     assert lines[-1].startswith("reward ▂▃")
     assert lines[-1].endswith("0.167 -> 0.706")
     assert max(map(len, lines)) <= 80
+
+
+def test_the_number_of_restarts_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "restarts" not in text_of(WatchedRun(folder))
+    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    assert ", restarts: 1" in text_of(WatchedRun(folder))
 
 
 def write_state(folder: Path, *, age_s: float = 0.5) -> None:

@@ -28,10 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup, find_deaths
 from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, reserve, slot_device
+from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
 from rolepool.cluster.private import make_token_private, private_folder
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
-from rolepool.errors import PlacementError, WorkerError, one_line
+from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
@@ -74,6 +75,7 @@ class Cluster:
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
+            cleanup.push(_name_ray_as_cause)
             self._reserved = reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
             pools = launch(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
@@ -123,15 +125,21 @@ class Cluster:
 
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
-        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
-        with suppress(RayError):
-            self._cleanup.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
+        with suppress(RayError):
+            self._cleanup.__exit__(*error)
+
+
+def _name_ray_as_cause(kind: object, error: BaseException | None, trace: object) -> None:
+    """If Ray has died, errors of all types follow, and some of them blame a worker."""
+    if isinstance(error, Exception) and not isinstance(error, RayDiedError):
+        raise_if_ray_died()
 
 
 class Monitors:
@@ -194,8 +202,9 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
         num_gpus = 0 if device == "cpu" else None
         make_token_private()
         with ExitStack() as cleanup:
-            options = {"_temp_dir": str(cleanup.enter_context(private_folder())), "include_dashboard": False}
-            _init_ray(address="local", num_cpus=num_cpus, num_gpus=num_gpus, **options)
+            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
+            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
+            start_local_ray(_init_ray, address="local", **options)
             cleanup.callback(ray.shutdown)
             return cleanup.pop_all().close
     try:

@@ -22,6 +22,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from rolepool.cluster import calls
 from rolepool.cluster.launch import Process, await_all, cause_of
+from rolepool.cluster.local_ray import raise_if_ray_died
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded
@@ -109,6 +110,7 @@ class WorkerGroup:
     # Failure
 
     def raise_if_broken(self) -> None:
+        raise_if_ray_died()
         if self.broken is not None:
             raise self.broken
 

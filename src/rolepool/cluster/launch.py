@@ -24,6 +24,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
+from rolepool.cluster.local_ray import raise_if_ray_died, ray_death
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RolepoolError, WorkerError
@@ -34,6 +35,7 @@ from rolepool.protocol.worker import WorkerContext
 logger = logging.getLogger(__name__)
 
 NUM_CLOCK_QUESTIONS = 5
+POLL_S = 0.2
 START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
 
@@ -215,7 +217,7 @@ def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, c
     bundles = [{"CPU": float(num_processes[slot]), **gpu} for slot in slots]
     fixed = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
-    cleanup.callback(remove_placement_group, group)
+    cleanup.callback(_release, group)
     if group.wait(timeout_s):
         return {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
     word = "CPU" if device == "cpu" else "GPU"
@@ -231,6 +233,11 @@ def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, c
                 f"on the node: {_users_of(node)}; wait until they are free, or use fewer {word}s"
             )
     raise PlacementError(problems)
+
+
+def _release(group: Any) -> None:
+    if ray_death() is None:  # without a GCS server, it would wait for a minute
+        remove_placement_group(group)
 
 
 def _start(where: Any, cleanup: ExitStack, *, num_cpus: int, num_gpus: float) -> Any:
@@ -260,7 +267,11 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
     """
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(POLL_S, left_s)))
+        if not ready and left_s > POLL_S:
+            raise_if_ray_died()
+            continue
         who, pool = asked[(ready or waiting)[0]]
         if not ready:
             missing = f"{len(waiting)} of {len(asked)} processes have not answered"

@@ -147,7 +147,8 @@ class TrainerConfig(Section):
     last copy. -1 makes no copies: training then goes on from the last checkpoint. On GPUs the default is -1."""
     max_restarts: CountOrZero = 3
     """How often in a row, without a completed step in between, dead processes are replaced before the run ends with an
-    error. 0 ends the run at the first death."""
+    error. 0 ends the run at the first death. A driver that was killed, or whose Ray died, is started again as often. It
+    resumes from the newest checkpoint of this run, or begins again if there is none (docs/training.md)."""
     max_bad_steps: Count = 3
     """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
     stall_timeout_s: Positive | None = None

@@ -43,6 +43,11 @@ class State(NamedTuple):
     """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
 
 
+RESTART = b'"restart": {'
+"""What all rows of metrics.jsonl contain that record a restart, and no other rows."""
+UNREADABLE = 2**63
+TAIL_BYTES = 2**25
+"""How much of the end of a long metrics.jsonl is searched for restarts and for the last step."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -130,9 +135,13 @@ class RunFolder:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
         self._append("train.log", [console_line(step, metrics)])
 
-    def add_restart(self, step: int, what: str, pools: Sequence[str], seconds: float) -> None:
-        """Record that processes were replaced, and that training went on after this step."""
-        restart = {"what": what, "pools": list(pools), "repeated_from_step": step, "seconds": round(seconds, 3)}
+    def add_restart(
+        self, step: int, what: str, repeated_from_step: int, seconds: float, pools: Sequence[str] = ()
+    ) -> None:
+        """Record that something died in a step, from which step on the run was repeated, how long that took, and which
+        pools were replaced."""
+        restart: dict[str, Any] = {"what": what, "repeated_from_step": repeated_from_step, "seconds": round(seconds, 1)}
+        restart |= {"pools": list(pools)} if pools else {}
         self._append("metrics.jsonl", [json.dumps({"step": step, "restart": restart})])
 
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
@@ -157,7 +166,7 @@ class RunFolder:
             kept: list[bytes] = []
             later: list[bytes] = []
             for line in file.read_bytes().splitlines() if file.exists() else []:
-                (kept if _step_of(line) <= step else later).append(line + b"\n")
+                (kept if _step_of(line) <= step or RESTART in line else later).append(line + b"\n")
             if later:
                 aside.mkdir(parents=True, exist_ok=True)
                 (aside / name).write_bytes(b"".join(later))
@@ -168,6 +177,26 @@ class RunFolder:
         what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
         with explained(what, "fix it and resume"), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+def last_lines(folder: Path) -> list[bytes]:
+    """The complete lines at the end of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().split(b"\n")[:-1]
+
+
+def restart_lines(folder: Path) -> list[bytes]:
+    return [line for line in last_lines(folder) if RESTART in line]
+
+
+def last_step(folder: Path) -> int:
+    """The step of the newest row of metrics; 0 if there is none."""
+    steps = (_step_of(line) for line in reversed(last_lines(folder)) if RESTART not in line)
+    return next((step for step in steps if step < UNREADABLE), 0)
 
 
 SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}
@@ -212,7 +241,7 @@ def _step_of(line: bytes) -> int:
         text = line.decode()
         return int(text[5:].split(" ")[0] if text.startswith("step:") else json.loads(text)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**63
+        return UNREADABLE
 
 
 # Loggers. Each library is needed only if `trainer.logger` names it. A logger is a function that writes a row of

@@ -10,15 +10,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
+from rolepool.metrics.run_folder import RESTART
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan
@@ -30,6 +31,17 @@ TIMING = "timing_s/"
 
 MetricsByStep = dict[int, dict[str, float]]
 """The metrics of each step by name, in the order of steps."""
+
+
+class Restart(NamedTuple):
+    """A row of metrics.jsonl about something that died, and what was repeated."""
+
+    step: int
+    """The step in which it died."""
+    what: str
+    repeated_from_step: int
+    seconds: float
+    """From the death until training resumed."""
 
 
 @dataclass
@@ -47,6 +59,7 @@ class Run:
     skipped: dict[str, int]
     files: Sequence[JsonLines[Any]] = ()
     """The files of metrics, spans and samples."""
+    restarts: list[Restart] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
@@ -88,7 +101,9 @@ class Run:
             if num_skipped := file.num_unreadable + file.is_cut_off:
                 self.skipped[file.path.name] = num_skipped
         rows, spans, samples = found
-        for step, row in rows:
+        restarts = [row for row in rows if isinstance(row, Restart)]
+        self.restarts = list(dict.fromkeys([*self.restarts, *restarts]))  # a resumed run has written them again
+        for step, row in (row for row in rows if not isinstance(row, Restart)):
             self.metrics.setdefault(step, {}).update(row)
         self.metrics = dict(sorted(self.metrics.items()))
         self.spans += spans
@@ -187,6 +202,8 @@ class JsonLines(Generic[T]):
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
+_fields = {name: (type_, ...) for name, type_ in get_type_hints(Restart).items() if name != "step"}
+_RestartLine = create_model("_RestartLine", step=(int, ...), restart=(create_model("_Restarted", **_fields), ...))
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
 _Config = TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
@@ -200,7 +217,10 @@ def read_span(line: bytes) -> Recorded:
     return Recorded(fields["step"], fields["operation"], span)
 
 
-def read_row(line: bytes) -> tuple[int, dict[str, float]]:
+def read_row(line: bytes) -> tuple[int, dict[str, float]] | Restart:
+    if RESTART in line:
+        restarted = vars(_RestartLine.model_validate_json(line))
+        return Restart(restarted["step"], **vars(restarted["restart"]))
     row = _Row.validate_json(line)
     step = row.pop("step", math.nan)
     if not step.is_integer():

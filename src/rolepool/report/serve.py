@@ -25,8 +25,9 @@ import psutil
 from jinja2 import Environment, PackageLoader
 
 from rolepool.errors import ConfigError, RolepoolError, one_line
+from rolepool.metrics.run_folder import restart_lines
 from rolepool.report import compare as comparison
-from rolepool.report.run import TIMING, Run, finite_values, open_run, read_row, read_run, value_at
+from rolepool.report.run import TIMING, Restart, Run, finite_values, open_run, read_row, read_run, value_at
 from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
@@ -71,9 +72,13 @@ def find_runs(root: Path) -> dict[str, Path]:
 def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
     """The run with the metrics that the list shows. The result is kept until the signature of its files changes."""
     run = open_run(folder)
-    for line in sample_lines(folder / "metrics.jsonl"):
+    for line in dict.fromkeys([*sample_lines(folder / "metrics.jsonl"), *restart_lines(folder)]):
         try:
-            step, row = read_row(line)
+            found = read_row(line)
+            if isinstance(found, Restart):
+                run.restarts.append(found)
+                continue
+            step, row = found
             run.metrics.setdefault(step, {}).update({name: row[name] for name in SHOWN_METRICS if name in row})
         except ValueError:
             run.skipped["metrics.jsonl"] = run.skipped.get("metrics.jsonl", 0) + 1

@@ -60,6 +60,7 @@ def page_data(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "skipped": run.notes,
+        "restarts": [restart._asdict() for restart in run.restarts],
         "operations": operations,
         "colors": colors_for(operations),
         "unit": run.unit,

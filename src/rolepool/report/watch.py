@@ -85,6 +85,8 @@ class WatchedRun:
             words.append(f"{duration(last[-1])} per step")
         if last and self.run.num_steps is not None and not self.run.is_finished:
             words.append(f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left")
+        if self.run.restarts:
+            words.append(f"restarts: {len(self.run.restarts)}")
         written_s = max((file.stat().st_mtime for file in self.run.folder.glob("*.jsonl")), default=time.time())
         silent_s = time.time() - written_s
         if self.run.is_finished:

@@ -5,13 +5,14 @@ Owns the text. Every number comes from the metrics of a step. Imports nothing th
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rolepool.errors import printable
-from rolepool.metrics.run_folder import console_line, sparkline, validation_score
+from rolepool.metrics.run_folder import console_line, restart_lines, sparkline, validation_score
 from rolepool.terminal import Terminal
 from rolepool.trainer.observer import Observer
 
@@ -92,8 +93,8 @@ class TrainingConsole(Observer):
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]
 
-    def print_summary(self, run_folder: str) -> None:
-        """Print some responses of the last validation, the reward curve, and the run folder."""
+    def print_summary(self, run_folder: Path) -> None:
+        """Print some responses of the last validation, the reward curve, the number of restarts, and the run folder."""
         if self._samples:
             table = Table(title="validation", title_justify="left")
             for column in ("prompt", "response", "ground truth", "score"):
@@ -106,4 +107,6 @@ class TrainingConsole(Observer):
         if self.validations:
             (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
             self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
+        if num_restarts := len(restart_lines(run_folder)):
+            self._console.print(f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them")
         self._console.print(f"run folder: {run_folder}")

@@ -5,6 +5,7 @@ step has begun. Saving and validating wait for that.
 """
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -37,8 +38,13 @@ from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import Roles, StepCalls
+from rolepool.trainer.supervisor import Death
 
 logger = logging.getLogger(__name__)
+
+
+SAME_SIGNAL_S = 0.3
+"""Signals within this time count as one. `timeout` sends two: to its child, and to the child's process group."""
 
 
 class Interrupt:
@@ -47,6 +53,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = self.in_steps = False
+        self._last_s = -math.inf
         self._error = KeyboardInterrupt
 
     @contextmanager
@@ -65,6 +72,9 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
+        last_s, self._last_s = self._last_s, time.monotonic()
+        if self._last_s - last_s < SAME_SIGNAL_S:
+            return
         self._error = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if self.asked or not self.in_steps:
             raise KeyboardInterrupt
@@ -113,6 +123,8 @@ class Trainer:
         self._unfinished: StepCalls | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
+        self.death: Death | None = None
+        """How the driver before this one died, if this one was started in its place."""
 
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
@@ -150,7 +162,8 @@ class Trainer:
     def _run(self, saved: Path | None, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
         if self.save_freq < 0 and not self.config.trainer.val_only:
-            self.observer.on_notice("no checkpoint will be saved (trainer.save_freq=-1)")
+            lost = "if the driver is killed, all its steps are lost"
+            self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         with ExitStack() as cleanup:
             self._start(saved, cleanup)
             if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
@@ -160,6 +173,9 @@ class Trainer:
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
                 self.folder.write("config.yaml", self.loaded.to_yaml())
+            if self.death is not None:
+                step = max(self.death.step, self.start_step) + 1
+                self.folder.add_restart(step, self.death.what, self.start_step + 1, time.time() - self.death.time_s)
             cleanup.callback(self.loggers.close)
             self.loggers.start(self.folder.path)
             self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
@@ -170,10 +186,8 @@ class Trainer:
     def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one. If a process dies
         meanwhile, all are started again."""
-        num_processes, ray_init = (
-            sum(pool.world_size for pool in self.plan.pools.values()),
-            self.config.ray_kwargs.ray_init,
-        )
+        num_processes = sum(pool.world_size for pool in self.plan.pools.values())
+        ray_init = self.config.ray_kwargs.ray_init
         for attempt in count(1):
             self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
             with ExitStack() as started:
@@ -329,7 +343,7 @@ class Trainer:
         seconds = time.monotonic() - start_s
         what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"
         self.observer.on_notice(f"{what} ({seconds:.1f} s)")
-        self.folder.add_restart(position.step, error.problems[0], pools, seconds)
+        self.folder.add_restart(position.step + 1, error.problems[0], position.step + 1, seconds, pools)
         return position.step
 
     def _begin(self, what: str) -> None:

@@ -6,18 +6,21 @@ Owns what is printed before the first step and after the last one. Slow imports 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rolepool.command_line import Parser, load_words, print_errors, run_program
-from rolepool.errors import ConfigError
+from rolepool.command_line import DriverEnd, Parser, load_words, print_errors, run_program
+from rolepool.errors import ConfigError, RayDiedError
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
     from rolepool.trainer.callbacks import OnStep, OnValidation
+    from rolepool.trainer.supervisor import Death
 
 
-def train(arguments: list[str], program: str, split_file: str | None = None) -> None:
+def train(arguments: list[str], program: str, split_file: str | None = None) -> int | None:
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="RECIPE, FILE or key=value").parse_intermixed_args(arguments)
     loaded = load_words(options, options.words if split_file is None else [split_file, *options.words])
@@ -26,7 +29,21 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
             "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
             "or use rolepool.trainer.main_ppo"
         )
-    start(loaded)
+    if not arguments or sys.argv[-len(arguments) :] != arguments:  # a Python program called `main` with a list
+        start(loaded)
+        return None
+
+    from rolepool.trainer.supervisor import EXIT_TRACEBACK, supervise
+
+    result = supervise(loaded.config.trainer)
+    if isinstance(result, int):
+        return result
+    try:
+        code = run_program(lambda _: start(loaded, death=result), [])
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_TRACEBACK
+    raise DriverEnd(code)
 
 
 def start(
@@ -34,13 +51,18 @@ def start(
     reward: Callable[..., Any] | None = None,
     on_step: OnStep | None = None,
     on_validation: OnValidation | None = None,
+    death: Death | None = None,
 ) -> None:
     """Train with a config and print what happens. Makes the demo first if the config trains it.
 
     `reward` is a reward function that the config does not name. `on_step` and `on_validation` are called during it.
+    `death` says how the driver before this one died.
     """
     if problems := loaded.why_not_trained():
         raise ConfigError(problems)
+    if death is not None and death.has_checkpoint:
+        keys = loaded.config.trainer.model_copy(update={"resume_mode": "auto"})
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"trainer": keys}))
 
     from rolepool.config.recipes import DEMO_FOLDER, trains_demo
 
@@ -63,9 +85,14 @@ def start(
     console.on_phase("reading prompts")
     trainer = Trainer(loaded, reward=reward)
     trainer.observer = console
+    trainer.death = death
     with console.progress_of(trainer.num_steps):
-        trainer.run()
-    console.print_summary(str(trainer.folder.path))
+        try:
+            trainer.run()
+        except RayDiedError as error:
+            fix = "the same command continues the run in a new Ray"
+            raise RayDiedError(f"{error}; {trainer.checkpoints.newest_in_words}; {fix}") from None
+    console.print_summary(trainer.folder.path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
