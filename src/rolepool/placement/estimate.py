@@ -312,7 +312,8 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     role whose shape is not known counts as 0, too."""
     is_one_node = len({slot.node for pool in plan.pools.values() for slot in pool.slots}) == 1
     total = 0
-    for role in plan.roles if is_one_node and config.trainer.snapshot_freq > 0 else ():
+    is_on = (config.trainer.snapshot_freq or (1 if plan.device == "cpu" else -1)) > 0
+    for role in plan.roles if is_one_node and is_on else ():
         if ROLE_SPECS[role].is_trained:
             with suppress(ShapeUnknown):
                 held = held_model(config, role, plan.pool_of(role).world_size)

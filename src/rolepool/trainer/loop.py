@@ -116,7 +116,6 @@ class Trainer:
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
-        self.snapshots = Snapshots(self.config, self.plan)
         self.start_step = self.saved_step = self.num_restarts = 0
         self.validated_step = -1
         self._before: list[Recorded] = []
@@ -180,6 +179,7 @@ class Trainer:
             self.loggers.start(self.folder.path)
             self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
             cleanup.callback(self.live.stop)
+            self.snapshots = Snapshots(self.config, self.plan, on_gpus=self.cluster.gpu_memory_bytes is not None)
             cleanup.callback(self.snapshots.close)
             self._train()
 
@@ -228,8 +228,6 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
-        if self.cluster.gpu_memory_bytes is not None and "trainer.snapshot_freq" not in self.loaded.set_keys:
-            self.snapshots.why_off = "they were not tried on GPUs yet (set trainer.snapshot_freq=1 to take them)"
         if self.snapshots.why_off is not None and not self.config.trainer.val_only:
             what = "if a process dies, training goes on from the last checkpoint"
             self.observer.on_notice(f"no snapshots in memory because {self.snapshots.why_off}; {what}")

@@ -22,15 +22,16 @@ SHARED_MEMORY = Path("/dev/shm")
 class Snapshots:
     """The last two snapshots of a run. If `why_off` is not None, there are none, and it says why."""
 
-    def __init__(self, config: Config, plan: Plan) -> None:
-        self._every = config.trainer.snapshot_freq
+    def __init__(self, config: Config, plan: Plan, *, on_gpus: bool) -> None:
+        # Snapshots from GPUs were not tried yet, so they must be asked for.
+        self._every = config.trainer.snapshot_freq or (-1 if on_gpus else 1)
         self._taken: list[Position] = []
         self._folder: Path | None = None
         self.why_off = self._why_off(config, plan)
 
     def _why_off(self, config: Config, plan: Plan) -> str | None:
         if self._every < 1:
-            return f"trainer.snapshot_freq={self._every}"
+            return f"trainer.snapshot_freq is {self._every}{'' if config.trainer.snapshot_freq else ' on GPUs'}"
         if len({slot.node for pool in plan.pools.values() for slot in pool.slots}) > 1:
             return "the run uses several nodes"
         needed, free = snapshot_bytes(config, plan), shutil.disk_usage(SHARED_MEMORY).free
