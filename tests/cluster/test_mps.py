@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster, mps
-from rolepool.cluster.launch import Node, launch
+from rolepool.cluster.launch import Node, reserve
 from rolepool.cluster.mps import CONTROL, MpsDaemon
 from rolepool.errors import PlacementError
 
@@ -118,7 +118,7 @@ def test_a_node_without_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
     with pytest.raises(PlacementError, match=r"^placement\.mps=true: needs GPUs, and the cluster has none"):
-        launch(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1, run_seed=1)
+        reserve(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1)
 
 
 # In a cluster

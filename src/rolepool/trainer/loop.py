@@ -228,9 +228,6 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
-        if self.snapshots.why_off is not None and not self.config.trainer.val_only:
-            what = "if a process dies, training goes on from the last checkpoint"
-            self.observer.on_notice(f"no snapshots in memory because {self.snapshots.why_off}; {what}")
         number, has_its_weights = self.start_step, True
         self.snapshots.take(self.roles, self._position(number))
         while True:
@@ -315,7 +312,9 @@ class Trainer:
         """
         start_s = time.monotonic()
         self.num_restarts += 1
-        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+        # On several nodes, the death of a process may be that of its node, and nothing can be started there.
+        is_one_node = len({slot.node for pool in self.plan.pools.values() for slot in pool.slots}) == 1
+        if not (error.is_death and is_one_node) or self.num_restarts > self.config.trainer.max_restarts:
             raise error
         self._begin("replacing processes")
         try:
