@@ -4,9 +4,11 @@ Owns the folder in shared memory. Two snapshots are written in turn, so that one
 The ranks write them (`rolepool.models.snapshot`); the driver keeps the position in the data.
 """
 
+import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from rolepool.config import Config
@@ -17,6 +19,27 @@ from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "rolepool-"
+
+
+def remove_left_behind(shared_memory: Path) -> None:
+    """Remove the snapshots of drivers that were killed. A driver that lives holds a lock on its folder."""
+    for folder in shared_memory.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # of another user, or removed meanwhile
+            if (lock := _lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Hold a lock on a folder until this process ends; None if another process holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
 
 
 class Snapshots:
@@ -27,6 +50,7 @@ class Snapshots:
         self._every = config.trainer.snapshot_freq or (-1 if on_gpus else 1)
         self._taken: list[Position] = []
         self._folder: Path | None = None
+        self._lock: int | None = None
         self.why_off = self._why_off(config, plan)
 
     def _why_off(self, config: Config, plan: Plan) -> str | None:
@@ -44,7 +68,9 @@ class Snapshots:
         if self.why_off is not None or (self._taken and position.step % self._every):
             return
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"rolepool-{os.getpid()}-", dir=SHARED_MEMORY))
+            remove_left_behind(SHARED_MEMORY)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
+            self._lock = _lock(self._folder)
         # A step that is repeated is written to the same place.
         self._taken = [*(one for one in self._taken if one.step < position.step), position][-2:]
         for name, role in roles.trained.items():
@@ -62,6 +88,8 @@ class Snapshots:
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
 
     def _place(self, position: Position) -> Path:
         assert self._folder is not None
