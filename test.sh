@@ -11,13 +11,14 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 measuring=tests/train/test_demo.py
-# Both halves take about as long if these two files run in the second one.
-pages=tests/train/test_first_pages.py
-api=tests/train/test_api_training.py
-.venv/bin/python -m pytest tests/unit tests/train --ignore "$measuring" --ignore "$pages" --ignore "$api" > "$log" 2>&1 &
+# Both halves take about as long if these files run in the second one.
+second=(tests/train/test_first_pages.py tests/train/test_api_training.py tests/train/test_recovery.py)
+second+=(tests/train/test_verl_scripts_train.py)
+ignored=("${second[@]/#/--ignore=}" "--ignore=$measuring")
+.venv/bin/python -m pytest tests/unit tests/train "${ignored[@]}" > "$log" 2>&1 &
 beside=$!
 failed=0
-.venv/bin/python -m pytest tests/cluster tests/invariant "$pages" "$api" || failed=1
+.venv/bin/python -m pytest tests/cluster tests/invariant "${second[@]}" || failed=1
 # CPUs round differently, and no test may depend on that: generation once more, with the instructions of an old CPU.
 ATEN_CPU_CAPABILITY=default .venv/bin/python -m pytest tests/unit/test_rollout_*.py -k "not noise" || failed=1
 wait "$beside" || failed=1
