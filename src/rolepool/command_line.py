@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_SUCCESS, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
 EXIT_RAY_DIED = 75
-"""Of a driver process. `rolepool train` restarts it."""
+"""The exit code of a driver whose Ray has died. `rolepool train` starts such a driver again."""
 
 
 class DriverEnd(SystemExit):

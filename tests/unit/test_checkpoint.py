@@ -175,7 +175,7 @@ def snapshot_and_go_on(setting: Setting, folder: Path) -> tuple[dict[str, Any], 
     trained = build(setting)
     seed_all(dist.get_rank() if dist.is_initialized() else 0)
     snapshots = SnapshotWriter(trained)
-    snapshots.write(folder, 0)  # without optimizer states, so the files are made anew after the first step
+    snapshots.write(folder, 0)  # without optimizer states, so the files are replaced after the first step
     for step in (1, 2, 3):
         train(trained, 1)
         snapshots.write(folder, step)

@@ -338,7 +338,7 @@ def _resolved(tree: DictConfig, path: str) -> Any:
 
 
 def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Of the keys that rolepool does not have: why each accepted one has no effect, and the warnings about them."""
+    """Check the keys that rolepool does not have. Returns why each accepted one has no effect, and warnings."""
     accepted, warnings = dict[str, str](), list[str]()
     for path, value in others.items():
         other, setting = find_other(path), f"{path}={show(value)}"

@@ -85,7 +85,7 @@ OTHER_KEYS = (
     OtherKey(r".+\.external_lib", "off", "set trainer.extensions to import a module"),
     OtherKey(r".+\.enable_activation_offload", "warned", "activations stay on the GPU, which needs more memory"),
     OtherKey(r".+\.(router_replay|enable_rollout_routing_replay)\.mode", "off", "remove it", ("disabled",)),
-    OtherKey(r".+\.(router_replay|enable_rollout_routing_replay)", "off", "experts are chosen anew in every pass"),
+    OtherKey(r".+\.(router_replay|enable_rollout_routing_replay)", "off", "every pass chooses its experts itself"),
     OtherKey(r".+\.(mtp|qat)\.(enable|enable_train|enable_rollout)", "off", "it is not implemented; remove it"),
     OtherKey(r".+\.(mtp|qat)", "any", "it is not enabled"),
     OtherKey(r"(critic|reward_model|.+\.ref)\.strategy", "off", "only FSDP2 is supported", ("fsdp", "fsdp2")),

@@ -72,7 +72,7 @@ class SnapshotWriter:
             self._trained.copy_stream.synchronize()
 
     def _opened(self, path: Path, parts: dict[str, Part]) -> dict[str, Tensor]:
-        """The tensors of a file, which are the file's memory. Makes the file anew if it is for other tensors."""
+        """The tensors of a file, as views of its memory. If the file is for other tensors, it is replaced."""
         names = [(name, tensor.shape) for name, (tensor, _) in parts.items()]
         if path not in self._files or self._files[path][0] != names:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

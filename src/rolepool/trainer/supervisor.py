@@ -25,7 +25,7 @@ from rolepool.metrics.run_folder import last_step
 ON_PURPOSE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 EXIT_TRACEBACK = 70
-"""Of a driver process: an error without a message of its own. With code 1, only Ray's code in it ends a driver."""
+"""The exit code of a driver that ends with a traceback. Code 1 means that Ray ended the driver."""
 
 
 class Death(NamedTuple):
