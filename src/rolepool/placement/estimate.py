@@ -310,10 +310,9 @@ SNAPSHOT_BYTES_PER_PARAM = 12
 def snapshot_bytes(config: Config, plan: Plan) -> int:
     """Shared memory for the snapshots of all roles that are trained: two copies of their state. 0 if none are taken; a
     role whose shape is not known counts as 0, too."""
-    is_one_node = len({slot.node for pool in plan.pools.values() for slot in pool.slots}) == 1
     total = 0
     is_on = (config.trainer.snapshot_freq or (1 if plan.device == "cpu" else -1)) > 0
-    for role in plan.roles if is_one_node and is_on else ():
+    for role in plan.roles if plan.is_on_one_node and is_on else ():
         if ROLE_SPECS[role].is_trained:
             with suppress(ShapeUnknown):
                 held = held_model(config, role, plan.pool_of(role).world_size)

@@ -184,35 +184,11 @@ class Trainer:
             self._train()
 
     def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
-        """Start all processes and build the roles, with the weights of a checkpoint if there is one. If a process dies
-        meanwhile, all are started again."""
-        num_processes = sum(pool.world_size for pool in self.plan.pools.values())
-        ray_init = self.config.ray_kwargs.ray_init
+        """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
         for attempt in count(1):
-            self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
             with ExitStack() as started:
                 try:
-                    self.cluster = Cluster(
-                        self.plan,
-                        address=ray_init.address,
-                        num_cpus=ray_init.num_cpus,
-                        timeout_s=self.config.placement.timeout_s,
-                        run_seed=self.config.trainer.seed,
-                    )
-                    started.enter_context(self.cluster)
-                    self.watchdog = self.cluster.start_watchdog(
-                        self.config.trainer, self.folder.path, self.observer.on_notice
-                    )
-                    self.observer.on_phase("loading models")
-                    self._build_roles()
-                    self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
-                    if self.save_freq > 0 or saved is not None:
-                        self.checkpoints.check_folder_is_shared(self.roles)
-                    if saved is not None:
-                        self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
-                        self.checkpoints.load(self.roles, saved)
-                    for call in self.roles.sync_weights(self.start_step):
-                        call.get()
+                    self._start_once(saved, started)
                 except WorkerError as error:
                     if not error.is_death or attempt > self.config.trainer.max_restarts:
                         raise
@@ -220,6 +196,31 @@ class Trainer:
                     continue
                 cleanup.push(started.pop_all())
                 return
+
+    def _start_once(self, saved: Path | None, started: ExitStack) -> None:
+        """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
+        num_processes = sum(pool.world_size for pool in self.plan.pools.values())
+        self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
+        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
+        self.cluster = Cluster(
+            self.plan,
+            address=ray_init.address,
+            num_cpus=ray_init.num_cpus,
+            timeout_s=self.config.placement.timeout_s,
+            run_seed=keys.seed,
+        )
+        started.enter_context(self.cluster)
+        self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
+        self.observer.on_phase("loading models")
+        self._build_roles()
+        self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
+        if self.save_freq > 0 or saved is not None:
+            self.checkpoints.check_folder_is_shared(self.roles)
+        if saved is not None:
+            self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
+            self.checkpoints.load(self.roles, saved)
+        for call in self.roles.sync_weights(self.start_step):
+            call.get()
 
     def _build_roles(self, kept: Roles | None = None) -> None:
         self.roles = build_roles(
@@ -313,8 +314,7 @@ class Trainer:
         start_s = time.monotonic()
         self.num_restarts += 1
         # On several nodes, the death of a process may be that of its node, and nothing can be started there.
-        is_one_node = len({slot.node for pool in self.plan.pools.values() for slot in pool.slots}) == 1
-        if not (error.is_death and is_one_node) or self.num_restarts > self.config.trainer.max_restarts:
+        if not (error.is_death and self.plan.is_on_one_node) or self.num_restarts > self.config.trainer.max_restarts:
             raise error
         self._begin("replacing processes")
         try:

@@ -56,7 +56,7 @@ class Snapshots:
     def _why_off(self, config: Config, plan: Plan) -> str | None:
         if self._every < 1:
             return f"trainer.snapshot_freq is {self._every}{'' if config.trainer.snapshot_freq else ' on GPUs'}"
-        if len({slot.node for pool in plan.pools.values() for slot in pool.slots}) > 1:
+        if not plan.is_on_one_node:
             return "the run uses several nodes"
         needed, free = snapshot_bytes(config, plan), shutil.disk_usage(SHARED_MEMORY).free
         if needed > free:
