@@ -116,10 +116,10 @@ def test_a_signal_to_the_process_group_reaches_the_driver_once_and_none_of_its_p
 ) -> None:
     driver = """
 child = subprocess.Popen(["sleep", "60"])
-signal.signal(signal.SIGINT, ask)
-signal.signal(signal.SIGTERM, ask)
-say(child.pid)
 try:
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    say(child.pid)
     while True:
         time.sleep(1)
 finally:
