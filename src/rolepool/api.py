@@ -170,6 +170,15 @@ class Run:
         with explained(f"report {page}: cannot be written", "give another path"):
             return write_atomically(page, [render(read_run(self.folder))])
 
+    def move(self, *words: str, timeout_s: float = 600.0) -> str:
+        """Ask the run, which must be training in another process, to change its placement, such as
+        `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did."""
+        from rolepool.trainer.moves import ask_run, check_move, moved
+
+        loaded, made = moved(self.config, words)
+        check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory())
+        return ask_run(self.folder, words, timeout_s)
+
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
         """Write the model of a checkpoint as a Hugging Face model folder and return this folder; default: the actor of
         the newest checkpoint."""

@@ -90,6 +90,19 @@ def train(parser: Parser, arguments: list[str]) -> int | None:
     return train(arguments, parser.prog)
 
 
+def move(parser: Parser, arguments: list[str]) -> None:
+    """Change the placement of a run while it trains."""
+    parser.usage = "rolepool move RUN placement.strategy=split [key=value...] [--timeout SECONDS]"
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("words", nargs="*", metavar="key=value", help="the new placement; other keys stay as they are")
+    parser.add_argument("--timeout", type=float, default=600.0, help="how many seconds to wait for it; default: 600")
+    options = parser.parse_intermixed_args(arguments)
+
+    from rolepool.api import Run
+
+    print(Run(options.run).move(*options.words, timeout_s=options.timeout))
+
+
 def export(parser: Parser, arguments: list[str]) -> None:
     """Write the model of a checkpoint as a Hugging Face model folder."""
     parser.add_argument("run", help="the run folder")
@@ -241,7 +254,7 @@ def plot(parser: Parser, arguments: list[str]) -> None:
     print(*written, sep="\n")
 
 
-_ALL = (plan, config, train, recipes, watch, serve, report, compare, plot, trace, export, demo)
+_ALL = (plan, config, train, move, recipes, watch, serve, report, compare, plot, trace, export, demo)
 COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
 WORDS = {"plan": "RECIPE, FILE or key=value", "config": "KEY, RECIPE, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +28,17 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup, find_deaths
-from rolepool.cluster.launch import Process, launch, launch_helpers, live_nodes, nodes_with_slots, reserve, slot_device
+from rolepool.cluster.launch import (
+    Process,
+    Reservation,
+    await_all,
+    launch,
+    launch_helpers,
+    live_nodes,
+    nodes_with_slots,
+    reserve,
+    slot_device,
+)
 from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
 from rolepool.cluster.private import make_token_private, private_folder
 from rolepool.cluster.watchdog import Watchdog
@@ -57,6 +68,16 @@ TOKEN_FIX = (
 )
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Processes of another plan, which run beside those of the present one and have no roles yet."""
+
+    reserved: Reservation
+    processes: dict[str, list[Process]]
+    cleanup: ExitStack
+    """Ends the processes."""
+
+
 class Cluster:
     """The processes of a plan. As a context manager, it stops every process at its end, and Ray if it started Ray."""
 
@@ -71,7 +92,7 @@ class Cluster:
     ) -> None:
         self.plan = plan
         self.groups: dict[str, WorkerGroup] = {}
-        self._run_seed = run_seed
+        self._run_seed, self._timeout_s = run_seed, timeout_s
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
@@ -113,6 +134,29 @@ class Cluster:
                 self.add_helpers(name, self.groups[name].world_size)
         return broken
 
+    def prepare(self, plan: Plan, names: Sequence[str], workers: Sequence[str]) -> Prepared:
+        """Start the processes of these pools of another plan, beside those that run, and let them import the classes of
+        their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
+        with ExitStack() as cleanup:
+            held = self._reserved.bundles
+            reserved = reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=held)
+            processes = launch(reserved, names, cleanup, run_seed=self._run_seed)
+            started = [process for pool in processes.values() for process in pool]
+            asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}
+            await_all(asked, "import the classes of its roles")
+            return Prepared(reserved, processes, cleanup.pop_all())
+
+    def switch(self, prepared: Prepared) -> None:
+        """Go over to the plan of these processes. The pools that it replaces or does not have are ended."""
+        plan = prepared.reserved.plan
+        replaced = [name for name in self.plan.pools if name in prepared.processes or name not in plan.pools]
+        for name in replaced:
+            self.groups.pop(name).break_with(WorkerError(f"{name} has ended because the run has moved", pool=name))
+        for name, processes in prepared.processes.items():
+            self.groups[name] = WorkerGroup(name, processes, self.groups)
+        self._cleanup.push(prepared.cleanup)
+        self.plan, self._reserved = plan, prepared.reserved
+
     def start_monitors(self) -> Monitors:
         """Sample the use of GPUs and processes on every node, until the cluster is closed."""
         return Monitors(self.groups, self._cleanup)
@@ -146,19 +190,27 @@ class Monitors:
     """A monitor on each node of the pools. If one fails, there is one warning, and it is not asked again."""
 
     def __init__(self, groups: Mapping[str, WorkerGroup], cleanup: ExitStack) -> None:
+        self._groups, self._cleanup = groups, cleanup
         self._monitors: dict[str, tuple[Any, float]] = {}
         self._due_s = 0.0
-        roles = {name: list(group.roles) for name, group in groups.items()}
+        self.watch()
+
+    def watch(self) -> None:
+        """Sample the processes that the groups have now. A monitor that failed is started again."""
+        roles = {name: list(group.roles) for name, group in self._groups.items()}
         by_node: dict[str, list[Process]] = defaultdict(list)
-        for process in (process for group in groups.values() for process in group.processes):
+        for process in (process for group in self._groups.values() for process in group.processes):
             by_node[process.node_id].append(process)
         for node_id, there in by_node.items():
             watched = [Watched(one.pid, one.pool, one.rank, one.gpus[0] if one.gpus else None) for one in there]
+            if node_id in self._monitors:
+                self._monitors[node_id][0].watch.remote(watched, roles)
+                continue
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
             actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
             actor: Any = actor_class.remote(there[0].address, watched, roles)
             self._monitors[node_id] = actor, there[0].clock_ahead_s
-            cleanup.callback(ray.kill, actor)
+            self._cleanup.callback(ray.kill, actor)
 
     def take(self) -> list[dict[str, Any]]:
         """The samples of all monitors since the last call, with times of the driver's clock. Within one interval, only

@@ -38,6 +38,9 @@ NUM_CLOCK_QUESTIONS = 5
 POLL_S = 0.2
 START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
+BUNDLE_PART = 0.01
+"""The part of a bundle's GPU that Ray counts for a process. The bundle reserves the GPU, so the part can be small, and
+the processes of another plan can start in the bundle before those of the present plan end."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -125,24 +128,33 @@ def _users_of(node: Node) -> str:
 # Start
 
 
+Bundles = dict[tuple[str, int], Any]
+"""Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
+
+
 @dataclass(frozen=True)
 class Reservation:
-    """The resources of a plan: its nodes, its device, and for each slot where to start its processes."""
+    """The resources of a plan: its nodes, its device, and a bundle for each slot."""
 
     plan: Plan
     nodes: Sequence[Node]
     device: str
-    bundles: dict[Slot, Any]
+    bundles: Bundles
 
 
-def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float) -> Reservation:
-    """Reserve the plan's resources; `cleanup` releases them. Raises PlacementError, at the latest after `timeout_s`."""
+def reserve(
+    plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float, held: Bundles | None = None
+) -> Reservation:
+    """Reserve the plan's resources, except those that are `held` already; `cleanup` releases them.
+
+    Raises PlacementError, at the latest after `timeout_s`.
+    """
     device = slot_device(plan.device, nodes)
-    nodes = nodes_with_slots(device, nodes)
-    _check_capacity(plan, nodes, device)
+    nodes, held = nodes_with_slots(device, nodes), held or {}
+    _check_capacity(plan, nodes, device, held)
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
-    return Reservation(plan, nodes, device, _reserve(plan, nodes, device, timeout_s, cleanup))
+    return Reservation(plan, nodes, device, {**held, **_reserve(plan, nodes, device, timeout_s, cleanup, held)})
 
 
 def launch(
@@ -154,10 +166,17 @@ def launch(
     has a timeout.
     """
     plan, device, actors = reserved.plan, reserved.device, dict[str, list[Any]]()
-    for name in names:
-        pool, num_gpus = plan.pools[name], 0 if device == "cpu" else plan.pools[name].share
-        actors[name] = [_start(reserved.bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
+    bundles = {
+        name: [reserved.bundles[reserved.nodes[slot.node].node_id, slot.gpu] for slot in plan.pools[name].slots]
+        for name in names
+    }
+    num_gpus = 0 if device == "cpu" else BUNDLE_PART
+    for name, places in bundles.items():
+        actors[name] = [_start(bundle, cleanup, num_gpus=num_gpus) for bundle in places]
     found = _await_start(actors)
+    if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
+        held = ((bundle, where) for name in bundles for bundle, where in zip(bundles[name], found[name], strict=True))
+        reserved.bundles.update({(where.node_id, where.gpus[0]): bundle for bundle, where in held})
     pools = {
         name: _match(name, plan.pools[name].slots, actors[name], found[name], reserved.nodes, device) for name in actors
     }
@@ -173,14 +192,14 @@ def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) 
     """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
     are for light work such as rule rewards."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actors = [_start(here, cleanup, num_cpus=0, num_gpus=0) for _ in range(count)]
+    actors = [_start(here, cleanup) for _ in range(count)]
     found = _await_start({name: actors})[name]
     processes = _match(name, [Slot(0, rank) for rank in range(count)], actors, found, (), "cpu")
     _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     return processes
 
 
-def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str) -> None:
+def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str, held: Bundles) -> None:
     """Raise an error if the cluster can never provide what the plan needs, with a line for each pool and node."""
     problems = []
     word = "CPUs" if device == "cpu" else "GPUs"
@@ -198,7 +217,8 @@ def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str) -> None:
                     f"{highest}; the node has {nodes[index].slots(device)}; lower trainer.n_gpus_per_node or add {word}"
                 )
     for index, node in enumerate(nodes):
-        num_processes = sum(pool.counts_by_node.get(index, 0) for pool in plan.pools.values())
+        places = [(node.node_id, slot.gpu) for pool in plan.pools.values() for slot in pool.slots if slot.node == index]
+        num_processes = sum(place not in held for place in places)
         if num_processes > node.num_cpus:
             problems.append(
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
@@ -208,18 +228,22 @@ def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str) -> None:
         raise PlacementError(problems)
 
 
-def _reserve(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack) -> dict[Slot, Any]:
-    """Wait for a bundle on each slot, and return where to start its processes. If the wait takes too long, the error
-    says who uses the nodes."""
-    num_processes = Counter(slot for pool in plan.pools.values() for slot in pool.slots)
-    slots = sorted(num_processes)
+def _reserve(
+    plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack, held: Bundles
+) -> Bundles:
+    """Wait for a bundle on each slot that is not held, and return where to start its processes. If the wait takes too
+    long, the error says who uses the nodes."""
+    slots = Counter((nodes[slot.node].node_id, slot.gpu) for pool in plan.pools.values() for slot in pool.slots)
+    needed = sorted(slots.keys() - held.keys())
+    if not needed:
+        return {}
     gpu = {} if device == "cpu" else {"GPU": 1.0}
-    bundles = [{"CPU": float(num_processes[slot]), **gpu} for slot in slots]
-    fixed = [{"ray.io/node-id": nodes[slot.node].node_id} for slot in slots]
+    bundles = [{"CPU": float(slots[place]), **gpu} for place in needed]
+    fixed = [{"ray.io/node-id": node_id} for node_id, _ in needed]
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
     cleanup.callback(_release, group)
     if group.wait(timeout_s):
-        return {slot: PlacementGroupSchedulingStrategy(group, index) for index, slot in enumerate(slots)}
+        return {place: PlacementGroupSchedulingStrategy(group, index) for index, place in enumerate(needed)}
     word = "CPU" if device == "cpu" else "GPU"
     available = ray_state.available_resources_per_node()
     problems = []
@@ -240,9 +264,9 @@ def _release(group: Any) -> None:
         remove_placement_group(group)
 
 
-def _start(where: Any, cleanup: ExitStack, *, num_cpus: int, num_gpus: float) -> Any:
+def _start(where: Any, cleanup: ExitStack, *, num_gpus: float = 0) -> Any:
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    options = actor_class.options(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
+    options = actor_class.options(num_cpus=0, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
     actor = options.remote(str(Path.cwd()), EXTENSIONS)
     cleanup.callback(ray.kill, actor)
     return actor

@@ -39,7 +39,7 @@ class LiveState:
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
-            pools = {pool: list(self._operations(group)) for pool, group in self._groups.items()}
+            pools = {pool: list(self._operations(group)) for pool, group in list(self._groups.items())}
             state = State(time.time(), self._what, self._since_s, pools)
             with suppress(OSError):  # the run itself reports a full disk
                 self._write(json.dumps(state._asdict()))

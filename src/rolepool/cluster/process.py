@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.cluster.output import limit_output
-from rolepool.config.functions import import_extensions
+from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
@@ -131,6 +131,11 @@ class WorkerProcess:
         return None if full_path.exists() else f"node {self._address} has no {full_path}"
 
     # Start
+
+    def import_workers(self, names: Sequence[str]) -> None:
+        """Import the classes of roles now, which takes a while, so that roles can be added quickly later."""
+        for name in names:
+            import_object("worker", name)
 
     def start_mps(self) -> dict[str, str]:
         """Run CUDA MPS on this node as long as this process lives. Returns the variables that its clients need."""

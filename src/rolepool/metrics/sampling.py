@@ -61,16 +61,20 @@ class NodeMonitor:
 
     def __init__(self, node: str, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
         self._node = node
-        self._roles = roles
-        self._processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self.watch(watched, roles)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def watch(self, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
+        """Sample these processes from now on."""
+        processes = {one: psutil.Process(one.pid) for one in watched if psutil.pid_exists(one.pid)}
+        for process in processes.values():
+            process.cpu_percent()  # the next call measures from here
         indices = sorted({one.gpu for one in watched if one.gpu is not None})
         if indices:
             pynvml.nvmlInit()
         self._gpus: dict[int, Any] = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
-        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        for process in self._processes.values():
-            process.cpu_percent()  # the next call measures from here
-        threading.Thread(target=self._run, daemon=True).start()
+        self._roles, self._processes = roles, processes
 
     def take(self) -> list[dict[str, Any]]:
         """The samples since the last call, each with the fields of `Sample`."""
@@ -96,7 +100,7 @@ class NodeMonitor:
         for (pid, pool, rank, _), process in self._processes.items():
             with suppress(psutil.Error):  # the process has ended
                 used = {"cpu_percent": process.cpu_percent(), "memory_bytes": process.memory_info().rss}
-                processes.append({"pid": pid, "pool": pool, "rank": rank, "roles": self._roles[pool], **used})
+                processes.append({"pid": pid, "pool": pool, "rank": rank, "roles": self._roles.get(pool, []), **used})
         return {"time_s": time.time(), "node": self._node, "gpus": gpus, "processes": processes}
 
 

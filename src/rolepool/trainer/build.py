@@ -43,10 +43,9 @@ def build_roles(
     num_training_steps: int,
     dtype: torch.dtype = torch.float32,
     reward: Callable[..., Any] | None = None,
-    kept: Roles | None = None,
 ) -> Roles:
-    """Build every role on its pool, all pools at the same time, and wait until they are ready. `reward` is a reward
-    function that the config does not name. Of `kept`, roles on pools that still work are not built again.
+    """Build every role that its pool does not have yet, all pools at the same time, and wait until they are ready.
+    `reward` is a reward function that the config does not name.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
@@ -78,11 +77,10 @@ def build_roles(
             group = cluster.groups.get(RULE_POOL) or cluster.add_helpers(RULE_POOL, num_helpers)
         else:
             continue
-        if kept is not None and kept.by_name[role].group is group:
-            proxies[role] = kept.by_name[role]
-            continue
         worker_class = import_object(f"worker of role {role}", worker)
-        proxies[role] = group.add_role(name, worker_class, config, setup, tensor_parallel=tp_size, blocking=False)
+        proxies[role] = group.roles.get(name) or group.add_role(
+            name, worker_class, config, setup, tensor_parallel=tp_size, blocking=False
+        )
     for proxy in proxies.values():
         proxy.ready.get()
     ready: dict[str, RoleProxy] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}

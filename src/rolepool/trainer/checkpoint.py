@@ -3,7 +3,7 @@
 Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
-from rolepool.trainer.step import Roles
+from rolepool.trainer.step import Roles, TrainedCalls
 
 
 class Position(BaseModel):
@@ -93,12 +93,12 @@ class Checkpoints:
             if key is not None and (keep := self._config.at(key)) is not None:
                 model_files.remove_old(self._folder.path, role, keep)
 
-    def load(self, roles: Roles, folder: Path) -> None:
-        """Load a checkpoint into all roles."""
-        for name, role in roles.trained.items():
+    def load(self, trained: Mapping[str, TrainedCalls], folder: Path) -> None:
+        """Load a checkpoint into these roles."""
+        for name, role in trained.items():
             fix = "copy the checkpoint there, or to a folder that all nodes share"
             role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
-        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
+        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in trained.items()]:
             call.get()
 
 

@@ -18,14 +18,14 @@ from typing import Any, cast
 
 import torch
 
-from rolepool.cluster import Cluster, LiveState, next_call_number
+from rolepool.cluster import Cluster, LiveState, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.errors import ConfigError, PlacementError, Terminated, WorkerError
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
-from rolepool.models.checkpoint import remove_unfinished
+from rolepool.models.checkpoint import checkpoint_folder, remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProtoFuture
@@ -33,11 +33,12 @@ from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, in_words, moved, take_request
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
-from rolepool.trainer.step import Roles, StepCalls
+from rolepool.trainer.step import StepCalls
 from rolepool.trainer.supervisor import Death
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class Trainer:
         self._unfinished: StepCalls | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
+        self._move: Move | None = None
+        """The move whose processes are starting or have started."""
         self.death: Death | None = None
         """How the driver before this one died, if this one was started in its place."""
 
@@ -181,6 +184,7 @@ class Trainer:
             cleanup.callback(self.live.stop)
             self.snapshots = Snapshots(self.config, self.plan, on_gpus=self.cluster.gpu_memory_bytes is not None)
             cleanup.callback(self.snapshots.close)
+            cleanup.callback(self._end_move, "the run has ended")
             self._train()
 
     def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
@@ -218,14 +222,12 @@ class Trainer:
             self.checkpoints.check_folder_is_shared(self.roles)
         if saved is not None:
             self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
-            self.checkpoints.load(self.roles, saved)
+            self.checkpoints.load(self.roles.trained, saved)
         for call in self.roles.sync_weights(self.start_step):
             call.get()
 
-    def _build_roles(self, kept: Roles | None = None) -> None:
-        self.roles = build_roles(
-            self.cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward, kept=kept
-        )
+    def _build_roles(self) -> None:
+        self.roles = build_roles(self.cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
@@ -236,6 +238,7 @@ class Trainer:
                 if not has_its_weights:
                     self._begin_step(number)
                 self._end_step(number)
+                self._move_if_asked(number)
             except WorkerError as error:
                 number, has_its_weights = self._recover(error), True
                 continue
@@ -319,7 +322,7 @@ class Trainer:
         self._begin("replacing processes")
         try:
             pools = self.cluster.repair()
-            self._build_roles(kept=self.roles)
+            self._build_roles()
             with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
                 self._finish()
             found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
@@ -327,12 +330,12 @@ class Trainer:
                 raise error
             folder, position = found
             self._unfinished = None
-            self.checkpoints.load(self.roles, folder)
+            self.checkpoints.load(self.roles.trained, folder)
             self.loader.load_state_dict(position.data)
             self.estimator.kl_controller.load_state_dict(position.kl_controller)
             for call in self.roles.sync_weights(position.step):
                 call.get()
-            self.monitors = self.cluster.start_monitors()
+            self.monitors.watch()
         except WorkerError as again:
             if again is error:
                 raise
@@ -342,6 +345,84 @@ class Trainer:
         self.observer.on_notice(f"{what} ({seconds:.1f} s)")
         self.folder.add_restart(position.step + 1, error.problems[0], position.step + 1, seconds, pools)
         return position.step
+
+    def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
+        """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.
+
+        `loaded` is the config of the plan, if it differs from that of the run. Call it while the run trains, from
+        `Observer.on_row` or from another thread. Raises PlacementError if the run cannot move there; the run goes on.
+        """
+        loaded = loaded or self.loaded
+        if self._move is not None:
+            raise PlacementError("a move is under way; wait until it has ended")
+        if plan.pools == self.plan.pools:
+            raise PlacementError(f"the run has this placement already ({in_words(plan)})")
+        check_move(loaded.config, plan, self.cluster.gpu_memory_bytes)
+        names = changed_pools(self.config, self.plan, loaded.config, plan)
+        self._move = Move(self.cluster, loaded, plan, names)
+        self._move.start()
+        self.observer.on_notice(f"starting processes for a move to {in_words(plan)}")
+        return self._move
+
+    def _move_if_asked(self, number: int) -> None:
+        """After a step: begin the move that a file asks for, or change over if its processes have started."""
+        if self._move is None and (request := take_request(self.folder.path)) is not None:
+            try:
+                loaded, plan = moved(self.config, request.words)
+                self.move(plan, loaded)
+            except RolepoolError as error:
+                self._end_move(one_line(error))
+        move = self._move
+        if move is None or move.is_alive() or number >= self.num_steps:
+            return
+        if move.prepared is None:
+            self._end_move(move.problem)
+            return
+        start_s, before = time.monotonic(), in_words(self.plan)
+        self._begin("move")
+        self._finish()
+        folder = self.snapshots.complete(self.roles, self._position(number)) or self._checkpoint(number)
+        if folder is None:
+            self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
+            return
+        self._move = None
+        try:
+            self._change_over(move, move.prepared, folder, number)
+        finally:  # if a process dies meanwhile, the run goes on with the new placement
+            seconds, what = time.monotonic() - start_s, f"{before} -> {in_words(move.plan)}"
+            self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
+            self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
+            answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
+
+    def _change_over(self, move: Move, prepared: Prepared, folder: Path, number: int) -> None:
+        """Replace the pools that the move changes. Their models load the state after this step from a folder."""
+        before = self.roles
+        self.cluster.switch(prepared)
+        self.loaded, self.config, self.plan = move.loaded, move.loaded.config, move.plan
+        self.snapshots.have_moved()
+        self.folder.add_plan(number + 1, self.plan)
+        self.folder.write("config.yaml", self.loaded.to_yaml())
+        self._build_roles()
+        trained = self.roles.trained
+        new = {name: role for name, role in trained.items() if role.group is not before.trained[name].group}
+        self.checkpoints.load(new, folder)
+        for call in self.roles.sync_weights(number):
+            call.get()
+        self.monitors.watch()
+
+    def _end_move(self, reason: str) -> None:
+        """Give up the move that was asked for, and say why."""
+        answer_request(self.folder.path, reason, is_refused=True)
+        if self._move is not None:
+            self.observer.on_notice(f"the run did not move: {reason}")
+            self._move.close()
+            self._move = None
+
+    def _checkpoint(self, number: int) -> Path | None:
+        """The checkpoint of this step, which is saved now if it was not; None if it must not be saved."""
+        if self.saved_step < number and self.bad_steps.reason is None:
+            self._save(number)
+        return checkpoint_folder(self.folder.path, number) if self.saved_step == number else None
 
     def _begin(self, what: str) -> None:
         """Say to the files and threads that show it what the run does from now on."""

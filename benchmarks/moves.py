@@ -1,0 +1,122 @@
+"""How long training stands still while a run moves to another placement, and that its losses do not change.
+
+    python benchmarks/moves.py [--every 8]
+
+The run is the demo on CPU slots. It asks for the next move some steps after the last one: from one pool to two and
+back, from 2 slots to 4, to a critic in a pool of its own, and to a rollout in a pool of its own. The downtime is the
+time from the end of the last call of the last step before the move to the start of the first call after it. Losses and
+rewards are compared with those of a run that does not move, in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from rolepool.config import load_config
+from rolepool.data.demo import make_demo
+from rolepool.report.run import read_run
+from rolepool.trainer.loop import Trainer
+from rolepool.trainer.moves import Move, moved
+from rolepool.trainer.observer import Observer
+
+KEYS = """
+data.train_batch_size=64 data.max_prompt_length=8 data.max_response_length=4 data.val_files=null
+actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=1e-3
+actor_rollout_ref.rollout.n=2 algorithm.use_kl_in_reward=true trainer.device=cpu trainer.logger=[]
+trainer.total_epochs=1000 trainer.test_freq=-1 trainer.save_freq=-1 trainer.val_before_train=false
+placement.strategy=standard trainer.n_gpus_per_node=2 ray_kwargs.ray_init.num_cpus=8
+"""
+OWN_CRITIC = """placement.strategy=custom placement.pools={a:[1],b:[1]} trainer.n_gpus_per_node=2
+placement.roles={actor:a,rollout:a,ref:a,critic:b}"""
+OWN_ROLLOUT = """placement.strategy=custom placement.pools={a:[2],b:[1],c:[1]} trainer.n_gpus_per_node=4
+placement.roles={actor:a,ref:a,rollout:c,critic:b}"""
+MOVES = {
+    "standard to split": "placement.strategy=split",
+    "split to standard": "placement.strategy=standard",
+    "2 to 4 slots": "placement.strategy=standard trainer.n_gpus_per_node=4",
+    "4 to 2 slots": "placement.strategy=standard trainer.n_gpus_per_node=2",
+    "critic to its own pool": OWN_CRITIC,
+    "rollout to its own pool": OWN_ROLLOUT,
+    "all together again": "placement.strategy=standard trainer.n_gpus_per_node=2",
+}
+COMPARED = ("actor/pg_loss", "critic/vf_loss", "actor/entropy", "critic/score/mean", "actor/grad_norm")
+
+
+class Mover(Observer):
+    """Asks for the next move `every` steps after the last one, and ends the run after the last move.
+
+    With `waits`, the run does not make another step before the processes of the move have started.
+    """
+
+    def __init__(self, moves: Sequence[str], every: int, *, waits: bool) -> None:
+        self._moves, self._every, self._waits = list(moves), every, waits
+        self._due = every
+        self._move: Move | None = None
+        self.trainer: Trainer | None = None
+
+    def on_row(self, step: int, metrics: dict[str, float]) -> None:
+        assert self.trainer is not None
+        if self._move is not None and self._move.plan is self.trainer.plan:
+            self._move, self._due = None, step + self._every
+        if self._move is None and step >= self._due:
+            if not self._moves:
+                self.trainer.num_steps = min(self.trainer.num_steps, step + 1)
+                return
+            loaded, plan = moved(self.trainer.config, self._moves.pop(0).split())
+            self._move = self.trainer.move(plan, loaded)
+            if self._waits:
+                self._move.join()
+
+
+def run(
+    folder: Path, keys: Sequence[str], moves: Sequence[str] = (), every: int = 1, *, waits: bool = False
+) -> dict[int, dict[str, float]]:
+    """Train in float64 and return the metrics of each step."""
+    observer = Mover(moves, every, waits=waits)
+    trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]), dtype=torch.float64)
+    trainer.observer, observer.trainer = observer, trainer
+    trainer.run()
+    return read_run(folder).metrics
+
+
+def downtimes(folder: Path, every: int) -> list[tuple[int, float, float]]:
+    """For each move: the step before it, the seconds without work, and the mean time of the steps after it."""
+    spans = read_run(folder).spans
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = []
+    for after in (row["move"]["after_step"] for row in rows if "move" in row):
+        end_s = max(one.span.end_s for one in spans if one.step == after)
+        start_s = min(one.span.start_s for one in spans if one.step == after + 1)
+        times = [row["timing_s/step"] for row in rows if after + 2 <= row["step"] <= after + every and len(row) > 2]
+        found.append((after, start_s - end_s, fmean(times)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=8, help="steps between two moves")
+    every = parser.parse_args().every
+    with tempfile.TemporaryDirectory() as folder:
+        demo = make_demo(Path(folder) / "demo")
+        keys = [*KEYS.split(), f"actor_rollout_ref.model.path={demo.model}", f"data.train_files={demo.train_file}"]
+        metrics = run(Path(folder) / "moving", keys, list(MOVES.values()), every)
+        keys.append(f"trainer.total_training_steps={max(metrics)}")
+        still = run(Path(folder) / "still", keys, every=max(metrics))
+        found = downtimes(Path(folder) / "moving", every)
+    print(f"{'move':<26} {'after step':>10} {'downtime s':>10} {'step s':>8} {'ratio':>6}")
+    for name, (after, seconds, step_s) in zip(MOVES, found, strict=True):
+        print(f"{name:<26} {after:>10} {seconds:>10.2f} {step_s:>8.3f} {seconds / step_s:>6.1f}")
+    worst = max(abs(metrics[step][name] - row[name]) for step, row in still.items() for name in COMPARED)
+    print(f"largest difference of {', '.join(COMPARED)} in {len(still)} steps, in float64: {worst:.1e}")
+    print(f"longest downtime: {max(seconds for _, seconds, _ in found):.2f} s (goal: at most 3)")
+
+
+if __name__ == "__main__":
+    main()
