@@ -55,6 +55,9 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
 
 TAKE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 60.0
+MIN_CPUS = 8
+"""What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
 import resource, sys
@@ -95,7 +98,7 @@ class Cluster:
         self._run_seed, self._timeout_s = run_seed, timeout_s
         num_processes = sum(pool.world_size for pool in plan.pools.values())
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
-            cleanup.callback(connect(address, num_cpus or num_processes + 1, plan.device))
+            cleanup.callback(connect(address, num_cpus or max(num_processes + 1, MIN_CPUS), plan.device))
             cleanup.push(_name_ray_as_cause)
             self._reserved = reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
             pools = launch(self._reserved, plan.pools, cleanup, run_seed=run_seed)
@@ -150,8 +153,15 @@ class Cluster:
         """Go over to the plan of these processes. The pools that it replaces or does not have are ended."""
         plan = prepared.reserved.plan
         replaced = [name for name in self.plan.pools if name in prepared.processes or name not in plan.pools]
+        ended: list[Process] = []
         for name in replaced:
+            ended += self.groups[name].processes
             self.groups.pop(name).break_with(WorkerError(f"{name} has ended because the run has moved", pool=name))
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while len(find_deaths(ended)) < len(ended):  # their memory is free when they have ended
+            if time.monotonic() > deadline:
+                names = " and ".join(replaced)
+                raise WorkerError(f"the processes of {names} have not ended {END_TIMEOUT_S:g} s after they were killed")
         for name, processes in prepared.processes.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
         self._cleanup.push(prepared.cleanup)

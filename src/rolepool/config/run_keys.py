@@ -269,7 +269,7 @@ class RayInitConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one that stops with the run."""
     num_cpus: Count | None = None
-    """Number of CPUs of the local Ray; null uses one for each process of the plan, plus one."""
+    """Number of CPUs of the local Ray; null uses one for each process of the plan, plus one, and at least 8."""
 
 
 class RayKwargsConfig(Section):
