@@ -1,0 +1,66 @@
+"""A run that moves computes what a run computes that does not move: every role, to one pool, two, and its own pool."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rolepool.data.demo import make_demo
+from rolepool.report.run import read_run
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-9
+STILL = ("timing_", "perf/", "pool/", "overlap/", "training/num_steps", "global_seqlen/")
+
+
+def load_benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("moves", ROOT / "benchmarks" / "moves.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["moves"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+moves = load_benchmark()
+FAST = ["split to standard", "2 to 4 slots"]
+REST = [name for name in moves.MOVES if name not in FAST]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    demo = make_demo(tmp_path_factory.mktemp("demo") / "data")
+    keys = [*moves.KEYS.split(), f"actor_rollout_ref.model.path={demo.model}", f"data.train_files={demo.train_file}"]
+    return [*keys, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+
+
+def differences(keys: Sequence[str], names: Sequence[str], tmp_path: Path) -> list[str]:
+    """Metrics that differ between a run with these moves and one without any."""
+    words = [moves.MOVES[name] for name in names]
+    moving = moves.run(tmp_path / "moving", keys, words, 1, waits=True)
+    still = moves.run(tmp_path / "still", [*keys, f"trainer.total_training_steps={max(moving)}"], every=max(moving))
+    assert moving.keys() == still.keys()
+    compared = [(step, name) for step, row in still.items() for name in row if not name.startswith(STILL)]
+    assert len(compared) > 20 * len(still)
+    wrong = [(step, name) for step, name in compared if abs(moving[step][name] - still[step][name]) > TOLERANCE]
+    return [f"step {step} {name}: {moving[step][name]} is not {still[step][name]}" for step, name in wrong]
+
+
+@pytest.mark.timeout(300)
+def test_losses_do_not_change_when_a_run_moves(keys: list[str], tmp_path: Path) -> None:
+    start = ["placement.strategy=split"]
+    assert not differences([*keys, *start], FAST, tmp_path)
+    run = read_run(tmp_path / "moving")
+    assert [len(planned.pools) for planned in run.plans] == [2, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_losses_do_not_change_when_every_role_moves(keys: list[str], tmp_path: Path) -> None:
+    assert not differences(keys, list(moves.MOVES), tmp_path)
