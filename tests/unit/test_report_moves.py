@@ -347,7 +347,6 @@ def test_the_list_of_runs_counts_moves_and_shows_the_newest_pools(moved: Path, t
         row = client.row("run")
         assert " moves: 1 " in row
         assert " 2 pools, 4 GPUs " in row
-        assert "standard" not in row, "the strategy of the config is the one before the move"
         times_s = sorted(list(finite_values(read_run(folder).metrics, "timing_s/step").values())[7:])
         assert row.endswith(f"{times_s[3]:.3g} s per step")
         assert ", moves: 1" in client.get("/report?run=run").text

@@ -154,7 +154,7 @@ class RunFolder:
         self._add_event("restart", step, what, seconds, pools, repeated_from_step=repeated_from_step)
 
     def add_move(self, step: int, what: str, seconds: float, pools: Sequence[str]) -> None:
-        """Record that the run moved before a step, how long it did not train, and which pools it has now."""
+        """Record that the run moved before a step, how long it did not train, and which pools have new processes."""
         self._add_event("move", step, what, seconds, pools, after_step=step - 1)
 
     def _add_event(self, kind: str, step: int, what: str, seconds: float, pools: Sequence[str], **steps: int) -> None:
