@@ -206,7 +206,7 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
     """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
-    usage = "rolepool compare RUN RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
+    usage = "rolepool compare RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
     parser.usage = usage + "[key=value...] -- standard split placement.strategy=split,key=value"
     words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
@@ -225,9 +225,9 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         say = partial(print, flush=True)
         folders, failures = comparison.run_placements(options.run, options.words, placements, say)
         print_errors(failures)
-    if len(folders) < 2 or (placements and options.run is None):
-        raise ConfigError("compare: needs at least two runs; give their folders, or --run RECIPE -- PLACEMENTS")
     runs = comparison.read_runs(folders)
+    if len(runs) < 2 or (placements and options.run is None):
+        raise ConfigError("compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS")
     print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
     if not options.force:
         comparison.check_same_work(runs)

@@ -9,6 +9,7 @@ from typing import Any
 from rolepool.config import load_config
 from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.placement import build_plan
+from rolepool.placement.plan import PlannedSteps
 from rolepool.report.plots import in_step_order
 from rolepool.report.run import Run
 
@@ -72,7 +73,7 @@ def make_run(
         timings = {f"timing_s/{each.operation}": each.span.duration_s for each in spans[start_of_step:]}
         rows[step] = {"critic/score/mean": step / num_steps, "timing_s/step": 10.0, **timings}
     config = loaded.config.model_dump(mode="json")
-    return Run(folder, folder.name, config, plan, spans, rows, monitor or [], {})
+    return Run(folder, folder.name, config, [PlannedSteps(1, plan)], spans, rows, monitor or [], {})
 
 
 def make_long_run(num_steps: int = 10_000) -> Run:
@@ -107,4 +108,4 @@ def make_long_run(num_steps: int = 10_000) -> Run:
     monitor = [
         {"time_s": 1000.0 + second, "node": "n", "gpus": gpus, "processes": []} for second in range(10 * num_steps)
     ]
-    return Run(short.folder, "long", short.config, short.plan, spans, rows, monitor, {})
+    return Run(short.folder, "long", short.config, short.plans, spans, rows, monitor, {})

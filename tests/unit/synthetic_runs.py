@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from rolepool.config import load_config
+from rolepool.config import LoadedConfig, load_config
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import DRIVER, Recorded, Span
 from rolepool.placement import Plan, build_plan
@@ -36,6 +36,8 @@ ROLE_AND_METHOD = {
     "update_weights": ("rollout", "update_weights"),
 }
 NUM_TOKENS = 64 * 96
+MOVE_S = 3.0
+"""How long a move takes."""
 
 
 def write_run(
@@ -45,9 +47,44 @@ def write_run(
     seed: int = 0,
     slower: Mapping[str, float] | None = None,
     overrides: tuple[str, ...] = (),
+    moves: Mapping[int, str] | None = None,
 ) -> Path:
-    """A run folder. `slower` multiplies the time of operations by name; `overrides` are config keys."""
-    loaded = load_config(
+    """A run folder. `slower` multiplies the time of operations by name; `overrides` are config keys; `moves` are the
+    strategies that the run moved to, by their first step."""
+    loaded = _load(strategy, overrides)
+    plans = {1: build_plan(loaded.config)}
+    for first_step, moved_to in (moves or {}).items():
+        plans[first_step] = build_plan(_load(moved_to, overrides).config)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunFolder(folder)
+    run.write("config.yaml", loaded.to_yaml())
+    steps = _simulate(plans, num_steps, random.Random(seed), slower or {})
+    _write_row(run, 0, {"val-core/demo/reward/mean": 0.1, "timing_s/testing": 0.5})
+    for number, spans in steps.items():
+        plan = _plan_of(plans, number)
+        if number in plans:
+            run.add_plan(number, plan)
+        if number in plans and number > 1:
+            what = f"{_plan_of(plans, number - 1).in_words} -> {plan.in_words}"
+            run.add_move(number, what, MOVE_S, list(plan.pools))
+        for operation, recorded in spans.items():
+            run.add_spans(Recorded(number, operation, span) for span in recorded)
+        following = steps.get(number + 1) if number + 1 not in plans else None
+        ends = following["gen"] if following else []
+        end_s = min((span.start_s for span in ends), default=max(span.end_s for span in _all(spans)))
+        reward = number / (number + 5)
+        _write_row(run, number, _row(plan, number, spans, steps, end_s, reward))
+    _write_row(run, num_steps, {"val-core/demo/reward/mean": reward, "timing_s/testing": 0.5})
+    _write_monitor(folder, plans, steps)
+    return folder
+
+
+def _plan_of(plans: Mapping[int, Plan], step: int) -> Plan:
+    return plans[max(first_step for first_step in plans if first_step <= step)]
+
+
+def _load(strategy: str, overrides: tuple[str, ...]) -> LoadedConfig:
+    return load_config(
         [],
         [
             "data.train_files=train.jsonl",
@@ -60,33 +97,16 @@ def write_run(
             *overrides,
         ],
     )
-    plan = build_plan(loaded.config)
-    folder.mkdir(parents=True, exist_ok=True)
-    run = RunFolder(folder)
-    run.write("config.yaml", loaded.to_yaml())
-    run.write("plan.json", plan.model_dump_json(indent=2))
-    steps = _simulate(plan, num_steps, random.Random(seed), slower or {})
-    _write_row(run, 0, {"val-core/demo/reward/mean": 0.1, "timing_s/testing": 0.5})
-    for number, spans in steps.items():
-        for operation, recorded in spans.items():
-            run.add_spans(Recorded(number, operation, span) for span in recorded)
-        following = steps.get(number + 1)
-        ends = following["gen"] if following else []
-        end_s = min((span.start_s for span in ends), default=max(span.end_s for span in _all(spans)))
-        reward = number / (number + 5)
-        _write_row(run, number, _row(plan, number, spans, steps, end_s, reward))
-    _write_row(run, num_steps, {"val-core/demo/reward/mean": reward, "timing_s/testing": 0.5})
-    _write_monitor(folder, plan, steps)
-    return folder
 
 
 def _simulate(
-    plan: Plan, num_steps: int, chance: random.Random, slower: Mapping[str, float]
+    plans: Mapping[int, Plan], num_steps: int, chance: random.Random, slower: Mapping[str, float]
 ) -> dict[int, dict[str, list[Span]]]:
     """Spans by step and operation."""
     free: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = {}
     driver_s, calls, steps = 1_700_000_000.0, 0, {}
+    plan = plans[1]
 
     def call(operation: str, after: tuple[int, ...]) -> int:
         nonlocal calls, driver_s
@@ -124,6 +144,9 @@ def _simulate(
     weights: tuple[int, ...] = ()
     for number in range(1, num_steps + 1):
         recorded: dict[str, list[Span]] = {}
+        if number in plans:
+            plan, weights = plans[number], ()
+            driver_s = max([driver_s, *(end_s + MOVE_S for end_s in ends.values())])
         rollouts = call("gen", weights)
         inputs = [call(name, (rollouts,)) for name in ("reward", "values", "old_log_prob", "ref")]
         start_s = max(ends[name] for name in inputs) + 0.002
@@ -182,7 +205,7 @@ def _write_row(run: RunFolder, step: int, row: dict[str, float]) -> None:
     run.add_metrics(step, row)
 
 
-def _write_monitor(folder: Path, plan: Plan, steps: Mapping[int, Mapping[str, list[Span]]]) -> None:
+def _write_monitor(folder: Path, plans: Mapping[int, Plan], steps: Mapping[int, Mapping[str, list[Span]]]) -> None:
     """One row a second; a GPU is used as much as its process was busy in that second."""
     spans = [span for recorded in steps.values() for span in _all(recorded)]
     start_s, end_s = min(span.start_s for span in spans), max(span.end_s for span in spans)
@@ -190,6 +213,8 @@ def _write_monitor(folder: Path, plan: Plan, steps: Mapping[int, Mapping[str, li
     for second in range(int(end_s - start_s) + 1):
         time_s = start_s + second
         gpus, processes = [], []
+        begun = [number for number, recorded in steps.items() if recorded["gen"][0].start_s <= time_s]
+        plan = _plan_of(plans, max(begun, default=1))
         for name, pool in plan.pools.items():
             for rank, slot in enumerate(pool.slots):
                 mine = [span for span in spans if (span.pool, span.rank) == (name, rank)]

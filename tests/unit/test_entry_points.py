@@ -104,4 +104,5 @@ def test_they_train(
     ended = python("-m", f"rolepool.trainer.{program}", *words, timeout=280)
     assert ended.returncode == 0, ended.stderr
     assert f"run folder: {run}" in ended.stdout
-    assert len(json.loads((run / "plan.json").read_text(encoding="utf-8"))["pools"]) == num_pools
+    (planned,) = json.loads((run / "plan.json").read_text(encoding="utf-8"))["plans"]
+    assert (planned["first_step"], len(planned["plan"]["pools"])) == (1, num_pools)

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from report_runs import ACTOR, make_long_run, make_run
+from synthetic_runs import write_run
 from test_report import HOSTILE, make_hostile
 
+from rolepool.report.run import read_run
 from rolepool.report.views import page_data, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -137,6 +139,27 @@ def test_the_page_draws_findings_charts_and_tables_without_an_error(open_page: O
     assert elements.count("<canvas") == 2
     assert "<polyline" in elements
     assert "<code>data.train_batch_size</code>" in elements
+
+
+def test_the_page_of_a_run_that_moved_says_so_and_marks_moves_in_all_curves(open_page: Open, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", num_steps=12, moves={5: "split", 9: "standard"}))
+    first, second, third = run.plans
+    hostile = second.plan.model_copy(update={"pools": {HOSTILE: second.plan.pools[ACTOR]}})
+    run = replace(run, plans=[first, replace(second, plan=hostile), third], events=run.events[:1])
+    elements = open_page(render(run))
+    assert errors_in(elements) == ""
+    assert "<img" not in elements
+    name = f"{html.escape(HOSTILE, quote=False)} [2]"
+    assert f"since step 9, when the run moved from {name} to global_pool [4]." in elements
+    (table,) = re.findall(r"<h2>Moves</h2>.*?</table>", elements, flags=re.DOTALL)
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", table)[1:]]
+    assert [row[:4] for row in rows] == [
+        ["4", "global_pool [4]", name, "3 s"],
+        ["8", name, "global_pool [4]", "resumed"],  # there is no row about this one
+    ]
+    assert re.fullmatch(r"0\.\d+ steps", rows[0][4]) and rows[1][4] == ""
+    assert rows[0][6] == rows[1][5] != ""
+    assert elements.count('class="move"') == 2 * len(page_data(run)["curves"])
 
 
 def test_an_error_in_a_script_would_be_seen(open_page: Open) -> None:

@@ -137,12 +137,13 @@ def test_rows_about_restarts_are_listed_apart_from_the_metrics(folder: RunFolder
     append(folder, "metrics.jsonl", '{"step": 3, "restart": {"what": "no number"}}\n')
     run = read_run(folder.path)
     assert [*run.metrics] == [1, 2]
-    assert run.restarts == [(2, "driver, killed by signal 9", 1, 12.3), (3, "rank 1 of left", 3, 2.0)]
+    first = ("restart", 2, "driver, killed by signal 9", 12.3, 1)
+    assert run.events == [first, ("restart", 3, "rank 1 of left", 2.0, 3)]
     assert run.skipped == {"metrics.jsonl": 1}
-    assert page_data(run)["restarts"][0]["what"] == "driver, killed by signal 9"
+    assert page_data(run)["events"][0]["what"] == "driver, killed by signal 9"
     assert folder.begin(after_step=1) is not None
     run.read_new()  # the file was written again
-    assert [restart.step for restart in run.restarts] == [2, 3], "they are kept, although their steps are not"
+    assert [event.step for event in run.events] == [2, 3], "they are kept, although their steps are not"
 
 
 def test_whole_files_that_cannot_be_read_are_left_out(folder: RunFolder) -> None:

@@ -37,7 +37,7 @@ SPANS = [
 
 
 def trace_of(path: Path, spans: list[Recorded]) -> list[Event]:
-    run = Run(path, "run", {}, None, spans, {}, [], {})
+    run = Run(path, "run", {}, [], spans, {}, [], {})
     events: list[Event] = json.loads("".join(trace_pieces(run)))["traceEvents"]
     return events
 

@@ -22,6 +22,7 @@ from rolepool.config.loading import missing_loggers
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import Recorded
+from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,12 @@ class State(NamedTuple):
     """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
 
 
-RESTART = b'"restart": {'
-"""What all rows of metrics.jsonl contain that record a restart, and no other rows."""
+EVENT = re.compile(rb'"(restart|move)": {')
+"""What all rows of metrics.jsonl contain that record an event instead of numbers: processes that died were replaced, or
+the run moved to another placement."""
 UNREADABLE = 2**63
 TAIL_BYTES = 2**25
-"""How much of the end of a long metrics.jsonl is searched for restarts and for the last step."""
+"""How much of the end of a long metrics.jsonl is searched for events and for the last step."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -123,13 +125,22 @@ class RunFolder:
             self._move_rows_after(after_step, aside)
         if not aside.exists():
             return None
-        for path in (self.path / "config.yaml", self.path / "plan.json"):  # exist only if the run resumes
-            if path.exists():
-                (aside / path.name).write_bytes(path.read_bytes())
+        for path in self._existing_files(("config.yaml", "plan.json")):  # only if the run resumes
+            (aside / path.name).write_bytes(path.read_bytes())
         return aside
 
     def write(self, name: str, text: str) -> None:
         write_atomically(self.path / name, [text])
+
+    def add_plan(self, first_step: int, plan: Plan) -> None:
+        """Write to plan.json that the plan holds from this step on. Plans of later steps are removed."""
+        earlier: list[PlannedSteps] = []
+        with suppress(OSError, ValueError):  # there is none, or it is damaged
+            history = PlanHistory.model_validate_json((self.path / "plan.json").read_bytes()).plans
+            earlier = [planned for planned in history if planned.first_step < first_step]
+        if not earlier or earlier[-1].plan != plan:
+            earlier.append(PlannedSteps(first_step, plan))
+        self.write("plan.json", PlanHistory(plans=earlier).model_dump_json(indent=2))
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
@@ -140,9 +151,15 @@ class RunFolder:
     ) -> None:
         """Record that something died in a step, from which step on the run was repeated, how long that took, and which
         pools were replaced."""
-        restart: dict[str, Any] = {"what": what, "repeated_from_step": repeated_from_step, "seconds": round(seconds, 1)}
-        restart |= {"pools": list(pools)} if pools else {}
-        self._append("metrics.jsonl", [json.dumps({"step": step, "restart": restart})])
+        self._add_event("restart", step, what, seconds, pools, repeated_from_step=repeated_from_step)
+
+    def add_move(self, step: int, what: str, seconds: float, pools: Sequence[str]) -> None:
+        """Record that the run moved before a step, how long it did not train, and which pools have new processes."""
+        self._add_event("move", step, what, seconds, pools, after_step=step - 1)
+
+    def _add_event(self, kind: str, step: int, what: str, seconds: float, pools: Sequence[str], **steps: int) -> None:
+        event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
+        self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
 
     def add_plan(self, first_step: int, plan: Any) -> None:
         self.write("plan.json", plan.model_dump_json(indent=2))
@@ -168,16 +185,15 @@ class RunFolder:
         return [path for path in (self.path / name for name in names) if path.exists()]
 
     def _move_rows_after(self, step: int, aside: Path) -> None:
-        for name in ("metrics.jsonl", "spans.jsonl", "train.log"):
-            file = self.path / name
+        for file in self._existing_files(("metrics.jsonl", "spans.jsonl", "train.log")):
             kept: list[bytes] = []
             later: list[bytes] = []
-            for line in file.read_bytes().splitlines() if file.exists() else []:
-                (kept if _step_of(line) <= step or RESTART in line else later).append(line + b"\n")
+            for line in file.read_bytes().splitlines():
+                (kept if _step_of(line) <= step or event_kind(line) == "restart" else later).append(line + b"\n")
             if later:
                 aside.mkdir(parents=True, exist_ok=True)
-                (aside / name).write_bytes(b"".join(later))
-                self.write(name, b"".join(kept).decode())
+                (aside / file.name).write_bytes(b"".join(later))
+                self.write(file.name, b"".join(kept).decode())
 
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
@@ -196,13 +212,19 @@ def last_lines(folder: Path) -> list[bytes]:
         return file.read().split(b"\n")[:-1]
 
 
-def restart_lines(folder: Path) -> list[bytes]:
-    return [line for line in last_lines(folder) if RESTART in line]
+def event_kind(line: bytes) -> str | None:
+    """The kind of event that a row of metrics.jsonl records; None if it has numbers."""
+    found = EVENT.search(line)
+    return found[1].decode() if found else None
+
+
+def event_lines(folder: Path, kind: str) -> list[bytes]:
+    return [line for line in last_lines(folder) if event_kind(line) == kind]
 
 
 def last_step(folder: Path) -> int:
     """The step of the newest row of metrics; 0 if there is none."""
-    steps = (_step_of(line) for line in reversed(last_lines(folder)) if RESTART not in line)
+    steps = (_step_of(line) for line in reversed(last_lines(folder)) if event_kind(line) is None)
     return next((step for step in steps if step < UNREADABLE), 0)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolepool.config import Config
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
@@ -172,6 +172,12 @@ class Plan(BaseModel):
         return len({slot.node for pool in self.pools.values() for slot in pool.slots}) == 1
 
     @property
+    def in_words(self) -> str:
+        """The pools and their sizes, such as `actor_pool [1] and critic_pool [1]`."""
+        shares = {name: f" with share {self.pools[name].share:g}" for name in self.sharing_pools}
+        return " and ".join(f"{name} {[*pool.per_node]}{shares.get(name, '')}" for name, pool in self.pools.items())
+
+    @property
     def sharing_pools(self) -> list[str]:
         """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]
@@ -185,6 +191,27 @@ class Plan(BaseModel):
         tensor-parallel ranks."""
         key = ROLE_SPECS[role].tensor_parallel
         return max(1, self.pool_of(role).world_size // (1 if key is None else config.at(key)))
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """A plan, and the first step that was made with it."""
+
+    first_step: int
+    plan: Plan
+
+
+class PlanHistory(BaseModel):
+    """`plan.json`: the plans of a run, in the order of steps. There are several if the run moved while it trained, or
+    if it was resumed with another placement."""
+
+    plans: list[PlannedSteps] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_single_plan(cls, data: Any) -> Any:
+        """Older versions wrote the plan itself."""
+        return data if isinstance(data, dict) and "plans" in data else {"plans": [{"first_step": 1, "plan": data}]}
 
 
 def place(

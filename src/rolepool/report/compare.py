@@ -30,7 +30,7 @@ from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
-from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_run, value_at
+from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
 
 WORK_KEYS = {
     "actor_rollout_ref.model": ("path", "override_config"),
@@ -55,6 +55,9 @@ NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
 
 
+TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+
+
 class Ratio(NamedTuple):
     """Ratio of a run's mean to the first run's mean, with its 95% bootstrap interval (NaN for too few steps)."""
 
@@ -76,8 +79,9 @@ class Line(NamedTuple):
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
-    """The runs by distinct names, in the given order."""
-    return dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
+    """The runs by distinct names, in the given order. A run that moved counts as several, one for each placement."""
+    parts = (read_parts(folder, name) for folder, name in zip(folders, distinct_names(folders), strict=True))
+    return dict(chain.from_iterable(named.items() for named in parts))
 
 
 def check_same_work(runs: Mapping[str, Run]) -> None:
@@ -124,11 +128,8 @@ def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
     loads = {name: outside_load(run) for name, run in runs.items()}
     for name in others:
         reasons = [f"{which}: {loads[which]}" for which in (first, name) if loads[which]]
-        yield (
-            f"no verdict on {name} and {first}. {' '.join(reasons)}"
-            if reasons
-            else _headline(name, first, ratios.get(name))
-        )
+        refusal = f"no verdict on {name} and {first}. {' '.join(reasons)}"
+        yield refusal if reasons else _headline(name, first, ratios.get(name))
 
 
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
@@ -163,7 +164,7 @@ def _after_warm_up(steps: list[Any]) -> list[Any]:
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
-def _measured_steps(run: Run) -> dict[int, dict[str, float]]:
+def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
     return dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
 
@@ -172,7 +173,7 @@ def _step_measures(run: Run) -> dict[str, list[float]]:
     """The values of all steps after the warm-up, for each measure."""
     if not run.metrics:
         raise ConfigError(f"{run.folder}: its metrics.jsonl has no rows; compare runs that have completed some steps")
-    steps = _measured_steps(run)
+    steps = measured_steps(run)
     found = sorted(metric_names(steps))
     names = [f"{TIMING}{name}" for name in ("step", *plots.timed_operations(steps))]
     names += ["perf/throughput", *(name for name in found if name.startswith("overlap/"))]
@@ -229,11 +230,10 @@ def with_unit(measure: str, value: float) -> str:
 def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
     """Write `comparison.html`: headlines, a typical step of each run, the mean times of operations, and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    means = {name: plots.mean_times(_measured_steps(run)) for name, run in runs.items()}
+    means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
     operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
     groups = groupby(lines, key=lambda line: line.measure)
-    page = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
-    text = page.get_template("comparison.html").render(
+    text = TEMPLATES.get_template("comparison.html").render(
         headlines=[*headlines(runs, lines)],
         steps=typical_steps(runs),
         means=means,

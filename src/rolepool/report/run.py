@@ -10,19 +10,19 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, create_model
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import RESTART
+from rolepool.metrics.run_folder import event_kind
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
-from rolepool.placement.plan import Plan
+from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
 
 T = TypeVar("T")
 
@@ -33,15 +33,22 @@ MetricsByStep = dict[int, dict[str, float]]
 """The metrics of each step by name, in the order of steps."""
 
 
-class Restart(NamedTuple):
-    """A row of metrics.jsonl about something that died, and what was repeated."""
+class Event(NamedTuple):
+    """A row of metrics.jsonl about a restart or a move."""
 
+    kind: str
     step: int
-    """The step in which it died."""
+    """The step in which something died, or the first step after a move."""
     what: str
-    repeated_from_step: int
+    """What died, or the placements before and after a move."""
     seconds: float
-    """From the death until training resumed."""
+    """From the death, or from the end of the last step, until training resumed."""
+    repeated_from_step: int | None = None
+    """After a restart."""
+
+
+Row = tuple[int, dict[str, float]] | Event
+"""A row of metrics.jsonl: a step and its metrics, or an event."""
 
 
 @dataclass
@@ -51,7 +58,8 @@ class Run:
     folder: Path
     name: str
     config: dict[str, Any]
-    plan: Plan | None
+    plans: list[PlannedSteps]
+    """In the order of steps; empty if there is no readable plan.json. Each move adds one."""
     spans: list[Recorded]
     metrics: MetricsByStep
     """The metrics of a validation are included in those of its step."""
@@ -59,7 +67,18 @@ class Run:
     skipped: dict[str, int]
     files: Sequence[JsonLines[Any]] = ()
     """The files of metrics, spans and samples."""
-    restarts: list[Restart] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan."""
+        return self.plans[-1].plan if self.plans else None
+
+    @property
+    def event_counts(self) -> dict[str, int]:
+        """The number of restarts and of moves, without those that are 0. A resume with another placement is a move."""
+        counts = {"restarts": sum(event.kind == "restart" for event in self.events), "moves": len(self.plans[1:])}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def notes(self) -> list[str]:
@@ -94,6 +113,7 @@ class Run:
 
     def read_new(self) -> None:
         """Read what was written since the last call."""
+        self.read_plans()
         found: list[list[Any]] = []
         for file in self.files:
             with explained(f"{file.path}: cannot be read", "give a run folder with readable files"):
@@ -101,13 +121,32 @@ class Run:
             if num_skipped := file.num_unreadable + file.is_cut_off:
                 self.skipped[file.path.name] = num_skipped
         rows, spans, samples = found
-        restarts = [row for row in rows if isinstance(row, Restart)]
-        self.restarts = list(dict.fromkeys([*self.restarts, *restarts]))  # a resumed run has written them again
-        for step, row in (row for row in rows if not isinstance(row, Restart)):
-            self.metrics.setdefault(step, {}).update(row)
+        for row in rows:
+            self.add_row(row)
         self.metrics = dict(sorted(self.metrics.items()))
         self.spans += spans
         self.monitor += samples
+
+    def add_row(self, row: Row) -> None:
+        if not isinstance(row, Event):
+            step, metrics = row
+            self.metrics.setdefault(step, {}).update(metrics)
+        elif row not in self.events:  # a resumed run has written it again
+            self.events.append(row)
+
+    def read_plans(self) -> None:
+        """Read plan.json, which is replaced when the run moves."""
+        history = self.read_whole("plan.json", PlanHistory.model_validate_json)
+        self.plans = history.plans if history is not None else self.plans
+
+    def read_whole(self, name: str, read: Callable[[bytes], T]) -> T | None:
+        """What is in a small file of the run folder; None if the file does not exist or cannot be read."""
+        self.skipped.pop(name, None)
+        try:
+            return read((self.folder / name).read_bytes()) if (self.folder / name).is_file() else None
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            self.skipped[name] = 1
+            return None
 
 
 def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
@@ -124,21 +163,40 @@ def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """Read only config and plan of a run folder. Raises ConfigError if the folder is not one."""
+    """Read only config and plans of a run folder. Raises ConfigError if the folder is not one."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
-    run = Run(folder, folder.resolve().name, {}, None, [], {}, [], {})
-    for file in (file for file in (folder / "config.yaml", folder / "plan.json") if file.is_file()):
-        try:
-            if file.name == "plan.json":
-                run.plan = Plan.model_validate_json(file.read_bytes())
-            else:
-                run.config = _Config.validate_python(yaml.safe_load(file.read_bytes()))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
-            run.skipped[file.name] = 1
+    run = Run(folder, folder.resolve().name, {}, [], [], {}, [], {})
+    run.config = run.read_whole("config.yaml", lambda text: _Config.validate_python(yaml.safe_load(text))) or {}
+    run.read_plans()
     return run
+
+
+def parts_of(run: Run) -> list[Run]:
+    """The parts of a run that were made with different plans, in the order of steps, each as a run of its own. If the
+    run never moved, it is its only part."""
+    if len(run.plans) < 2:
+        return [run]
+    parts = []
+    later = [planned.first_step for planned in run.plans[1:]]
+    for planned, first, after in zip(run.plans, [0, *later], [*later, math.inf], strict=True):
+        metrics = {step: row for step, row in run.metrics.items() if first <= step < after}
+        spans = [recorded for recorded in run.spans if first <= recorded.step < after]
+        start_s = min((recorded.span.start_s for recorded in spans), default=math.inf)
+        end_s = max((recorded.span.end_s for recorded in spans), default=math.inf)
+        monitor = [sample for sample in run.monitor if start_s <= sample["time_s"] <= end_s]
+        name = f"{run.name} (steps {planned.first_step} to {max(metrics, default=planned.first_step)})"
+        parts.append(replace(run, name=name, plans=[planned], spans=spans, metrics=metrics, monitor=monitor))
+    return parts
+
+
+def read_parts(folder: str | Path, name: str) -> dict[str, Run]:
+    """Read a run folder. Returns the parts that have metrics, by name; the run itself if none has."""
+    run = read_run(folder)
+    run.name = name
+    return {part.name: part for part in parts_of(run) if part.metrics} or {name: run}
 
 
 def finite_values(metrics: MetricsByStep, name: str) -> dict[int, float]:
@@ -202,8 +260,9 @@ class JsonLines(Generic[T]):
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
-_fields = {name: (type_, ...) for name, type_ in get_type_hints(Restart).items() if name != "step"}
-_RestartLine = create_model("_RestartLine", step=(int, ...), restart=(create_model("_Restarted", **_fields), ...))
+_fields = {name: (get_type_hints(Event)[name], Event._field_defaults.get(name, ...)) for name in Event._fields[2:]}
+_event: Any = (create_model("_Event", **_fields), Field(validation_alias=AliasChoices("restart", "move")))
+_EventLine = create_model("_EventLine", step=(int, ...), event=_event)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
 _Config = TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
@@ -217,10 +276,10 @@ def read_span(line: bytes) -> Recorded:
     return Recorded(fields["step"], fields["operation"], span)
 
 
-def read_row(line: bytes) -> tuple[int, dict[str, float]] | Restart:
-    if RESTART in line:
-        restarted = vars(_RestartLine.model_validate_json(line))
-        return Restart(restarted["step"], **vars(restarted["restart"]))
+def read_row(line: bytes) -> Row:
+    if kind := event_kind(line):
+        fields = vars(_EventLine.model_validate_json(line))
+        return Event(kind, fields["step"], **vars(fields["event"]))
     row = _Row.validate_json(line)
     step = row.pop("step", math.nan)
     if not step.is_integer():
@@ -244,20 +303,21 @@ ADDED_LATER = ("val-core/", "val-aux/", "val/", "timing_s/testing", "timing_s/sa
 
 def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
     """The metrics of all runs of all logs, by distinct names. A run folder counts as a log; its metrics.jsonl is
-    preferred to its train.log, which has rounded numbers. Raises ConfigError for a log without a run."""
+    preferred to its train.log, which has rounded numbers. A run that moved counts as several runs, one for each
+    placement. Raises ConfigError for a log without a run."""
     logs: dict[str, MetricsByStep] = {}
     for path, name in zip(map(Path, paths), distinct_names(paths), strict=True):
         if (path / "metrics.jsonl").is_file():
-            runs = [read_run(path).metrics]
+            found = {part: run.metrics for part, run in read_parts(path, name).items()}
         else:
             file = path / "train.log" if path.is_dir() else path
             fix = "give a console log or a run folder"
             with explained(f"{file}: cannot be read", fix), file.open(encoding="utf-8", errors="replace") as lines:
                 runs = parse_log(lines)
-        if not any(runs):
+            found = {name if len(runs) == 1 else f"{name}, run {number}": run for number, run in enumerate(runs, 1)}
+        if not any(found.values()):
             raise ConfigError(f"{path}: has no line `step:N - key:value ...`; give a run folder, or its train.log")
-        for number, run in enumerate(runs, 1):
-            logs[name if len(runs) == 1 else f"{name}, run {number}"] = run
+        logs |= found
     return logs
 
 

@@ -22,12 +22,11 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import psutil
-from jinja2 import Environment, PackageLoader
 
 from rolepool.errors import ConfigError, RolepoolError, one_line
-from rolepool.metrics.run_folder import restart_lines
+from rolepool.metrics.run_folder import event_lines
 from rolepool.report import compare as comparison
-from rolepool.report.run import TIMING, Restart, Run, finite_values, open_run, read_row, read_run, value_at
+from rolepool.report.run import TIMING, Run, finite_values, open_run, parts_of, read_row, read_run, value_at
 from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
@@ -47,7 +46,7 @@ SILENT_S = 60.0
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+TEMPLATES = comparison.TEMPLATES
 TEMPLATES.globals.update(value_at=value_at, finite_values=finite_values, REPORT_BYTES=REPORT_BYTES)
 
 
@@ -72,16 +71,13 @@ def find_runs(root: Path) -> dict[str, Path]:
 def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
     """The run with the metrics that the list shows. The result is kept until the signature of its files changes."""
     run = open_run(folder)
-    for line in dict.fromkeys([*sample_lines(folder / "metrics.jsonl"), *restart_lines(folder)]):
+    for line in dict.fromkeys([*sample_lines(folder / "metrics.jsonl"), *event_lines(folder, "restart")]):
         try:
-            found = read_row(line)
-            if isinstance(found, Restart):
-                run.restarts.append(found)
-                continue
-            step, row = found
-            run.metrics.setdefault(step, {}).update({name: row[name] for name in SHOWN_METRICS if name in row})
+            run.add_row(read_row(line))
         except ValueError:
             run.skipped["metrics.jsonl"] = run.skipped.get("metrics.jsonl", 0) + 1
+    for step, row in run.metrics.items():
+        run.metrics[step] = {name: row[name] for name in SHOWN_METRICS if name in row}
     return run
 
 
@@ -106,7 +102,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         run = sample_run(folder, signature)
         written_s = [time_ns / 1e9 for _, time_ns, _ in signature]
         silent_s = max(0.0, time.time() - max(written_s))
-        times_s = finite_values(run.metrics, f"{TIMING}step")
+        times_s = finite_values(parts_of(run)[-1].metrics, f"{TIMING}step")  # since the last move
         step_s = median([*times_s.values()][-10:]) if times_s else 0.0
         state = state_of(folder, run.is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list

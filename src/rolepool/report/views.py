@@ -18,9 +18,10 @@ from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
 from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bounds
+from rolepool.report.compare import measured_steps
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
-from rolepool.report.plots import colors_for, in_step_order, timed_operations
-from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, value_at
+from rolepool.report.plots import colors_for, in_step_order, mean_times, timed_operations
+from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_of, value_at
 
 MAX_POINTS = 500
 MAX_SPANS = 10_000
@@ -51,8 +52,10 @@ def render(run: Run) -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Everything on the page."""
-    grouped, bounds = by_step(run.spans), step_bounds(run.spans)
+    """Everything on the page. Curves over steps show the whole run; what is about pools, its last placement only."""
+    parts = parts_of(run)
+    last = parts[-1]
+    grouped, bounds = by_step(last.spans), step_bounds(last.spans)
     summary = summarise(grouped, bounds)
     timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
     operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
@@ -60,24 +63,32 @@ def page_data(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "skipped": run.notes,
-        "restarts": [restart._asdict() for restart in run.restarts],
+        "events": [event._asdict() for event in run.events],
         "operations": operations,
         "colors": colors_for(operations),
-        "unit": run.unit,
+        "placements": [_placement(part) for part in parts if part.plans],
+        "unit": last.unit,
         "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
-        "findings": [finding._asdict() for finding in find(run, summary, grouped)],
+        "findings": [finding._asdict() for finding in find(last, summary, grouped)],
         "num_ranks": summary.num_ranks,
         "pools": {pool: [(*what, s) for what, s in times_s.items()] for pool, times_s in summary.pools_s.items()},
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
         "windows": [{"why": why, **_window(grouped, bounds, steps, operations)} for why, steps in chosen.items()],
         "breakdown": _breakdown(run.metrics),
-        "usage": _monitored(run.monitor),
+        "usage": _monitored(last.monitor),
         "curves": list(_curves(run.metrics)),
         "plan": run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {},
         "config": _changed_config(run.config),
     }
+
+
+def _placement(part: Run) -> dict[str, Any]:
+    """First step, pools and mean seconds of a step of a part of a run that has one plan."""
+    (planned,) = part.plans
+    step_s = mean_times(measured_steps(part)).get("step")
+    return {"first_step": planned.first_step, "pools": planned.plan.in_words, "step_s": step_s}
 
 
 def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -22,7 +22,7 @@ from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, read_run
+from rolepool.report.run import finite_values, parts_of, read_run
 from rolepool.terminal import Terminal
 
 LAST_STEPS = 5
@@ -67,26 +67,27 @@ class WatchedRun:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
         self.run.monitor.clear()
+        self.current = parts_of(self.run)[-1]
         self.state: State | None = None
         with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
             state = TypeAdapter(State).validate_json((self.run.folder / "state.json").read_bytes())
             if time.time() - state.time_s < SILENT_S and not self.run.is_finished:
                 self.state = state
 
-    def _values(self, name: str) -> list[float]:
-        return list(finite_values(self.run.metrics, name).values())
+    def _recent(self, name: str) -> list[float]:
+        """Values of the steps with the current placement."""
+        return list(finite_values(self.current.metrics, name).values())
 
     def frame(self) -> Group:
         """What to show now."""
-        last = self._values("timing_s/step")[-10:]
+        last = self._recent("timing_s/step")[-10:]
         of_steps = f" of {self.run.num_steps}" if self.run.num_steps is not None else ""
         words = [f"{self.run.name}: {self.state.what if self.state else f'step {self.run.step}'}{of_steps}"]
         if last:
             words.append(f"{duration(last[-1])} per step")
         if last and self.run.num_steps is not None and not self.run.is_finished:
             words.append(f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left")
-        if self.run.restarts:
-            words.append(f"restarts: {len(self.run.restarts)}")
+        words += [f"{name}: {count}" for name, count in self.run.event_counts.items()]
         written_s = max((file.stat().st_mtime for file in self.run.folder.glob("*.jsonl")), default=time.time())
         silent_s = time.time() - written_s
         if self.run.is_finished:
@@ -94,7 +95,7 @@ class WatchedRun:
         elif self.state is None and silent_s > max(SILENT_S, *last, 0):
             words.append(f"nothing written for {duration(silent_s)}")
         curve = "no reward yet"
-        if rewards := self._values("critic/score/mean"):
+        if rewards := [*finite_values(self.run.metrics, "critic/score/mean").values()]:
             curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         is_followed = self.state and fmean(last or [SHORT_S]) >= SHORT_S
         lanes = self._live_lanes(self.state, last) if self.state and is_followed else self._recorded_lanes()
@@ -103,27 +104,29 @@ class WatchedRun:
     def _live_lanes(self, state: State, last: Sequence[float]) -> Iterator[Text]:
         """What each pool has done since the step began, on an axis as long as the last steps took."""
         since_s, now_s = state.since_s, time.time()
-        axis_s = max(now_s - since_s, *last)
+        axis_s = max(now_s - since_s, *last, 0)
         yield Text(f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}")
+        plans = [planned.plan for planned in self.run.plans]
         for pool, calls in state.pools.items():
+            if any(pool in plan.pools for plan in plans) and pool not in plans[-1].pools:
+                continue  # the state is older than the move
             running = [f"{name} for {duration(now_s - start_s)}" for name, start_s, end_s in calls if end_s is None]
             yield self._title(f"{pool}: {''.join(running) or 'waiting'}", pool)
-            yield lane(
-                [(name, start_s - since_s, (end_s or now_s) - since_s) for name, start_s, end_s in calls], axis_s
-            )
+            bars = [(name, start_s - since_s, (end_s or now_s) - since_s) for name, start_s, end_s in calls]
+            yield lane(bars, axis_s)
 
     def _recorded_lanes(self) -> Iterator[Text]:
         """The last step whose spans are recorded, if nothing runs, or if steps are too short to follow."""
-        if bounds := step_bounds(self.run.spans):
+        if bounds := step_bounds(self.current.spans):
             step, (start_s, end_s) = max(bounds.items())
             yield Text(f"step {step}, the last one recorded; a line is {duration(end_s - start_s)}")
-            for pool, bars in first_rank_lanes(self.run.spans, start_s, end_s).items():
+            for pool, bars in first_rank_lanes(self.current.spans, start_s, end_s).items():
                 yield self._title(pool, pool)
                 yield lane(bars, end_s - start_s)
 
     def _title(self, words: str, pool: str) -> Text:
         """The words, and how busy the pool was in the last steps."""
-        busy = self._values(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
+        busy = self._recent(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
         more = [f"busy {fmean(busy):.0%}"] if busy else []
         return Text(", ".join([words, *more, *self._utilization.get(pool, [])]))
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rolepool.errors import printable
-from rolepool.metrics.run_folder import console_line, restart_lines, sparkline, validation_score
+from rolepool.metrics.run_folder import console_line, event_lines, sparkline, validation_score
 from rolepool.terminal import Terminal
 from rolepool.trainer.observer import Observer
 
@@ -107,6 +107,6 @@ class TrainingConsole(Observer):
         if self.validations:
             (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
             self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
-        if num_restarts := len(restart_lines(Path(run_folder))):
+        if num_restarts := len(event_lines(Path(run_folder), "restart")):
             self._console.print(f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them")
         self._console.print(f"run folder: {run_folder}")

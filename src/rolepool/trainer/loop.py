@@ -173,7 +173,7 @@ class Trainer:
                 if aside is not None:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
                     self.observer.on_notice(f"{what} was moved to {aside}")
-                self.folder.write("plan.json", self.plan.model_dump_json(indent=2))
+                self.folder.add_plan(self.start_step + 1, self.plan)
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
