@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, islice
@@ -152,16 +152,21 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         set_random_state(ranks[rank].rng)
 
 
-def saved_step(folder: Path) -> int | None:
-    """The step of a snapshot, if the files of all its ranks are there and name the same step; otherwise None."""
-    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
-    if not names or len(names) != int(names[0].removesuffix(".json").rsplit("_", 1)[1]):
+def snapshot_files(rank: int, num_ranks: int) -> list[str]:
+    """The files that a rank writes for a snapshot. The last one has its step."""
+    shard = f"shard-{rank:05d}"
+    return [f"{shard}.safetensors", f"{shard}{COPIED_SUFFIX}", rank_file(rank, num_ranks)]
+
+
+def rank_step(files: Sequence[Path]) -> int | None:
+    """The step of the snapshot that a rank wrote to these files; None if it is not complete."""
+    _, copied, own = files
+    try:
+        step: int = json.loads(own.read_bytes())["step"]
+        with safe_open(copied, "pt") as file:
+            return step if int(file.get_tensor(COPIED)) == step else None
+    except (OSError, SafetensorError):  # not written yet, or just written again
         return None
-    steps = {json.loads((folder / name).read_bytes())["step"] for name in names}
-    for path in folder.glob(f"*{COPIED_SUFFIX}"):
-        with safe_open(path, "pt") as file:
-            steps.add(int(file.get_tensor(COPIED)))
-    return steps.pop() if len(steps) == 1 else None
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rolepool.errors import one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_file, rank_state
+from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_state, snapshot_files
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
@@ -53,10 +53,11 @@ class SnapshotWriter:
     def _write(self, folder: Path, step: int) -> None:
         self.wait()
         rank, num_ranks = rank_and_count()
-        own_file = folder / rank_file(rank, num_ranks)
+        shard, _, own_name = snapshot_files(rank, num_ranks)
+        own_file = folder / own_name
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
         parts = own_parts(self._trained)
-        copies = self._opened(folder / f"shard-{rank:05d}.safetensors", parts)
+        copies = self._opened(folder / shard, parts)
         text = rank_state(self._trained, step).model_dump_json(fallback=lambda array: array.tolist())
         write_atomically(own_file, [text])
         with self._trained.copying():

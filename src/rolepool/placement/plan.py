@@ -168,10 +168,6 @@ class Plan(BaseModel):
     """Whether pools that share GPUs use CUDA MPS."""
 
     @property
-    def is_on_one_node(self) -> bool:
-        return len({slot.node for pool in self.pools.values() for slot in pool.slots}) == 1
-
-    @property
     def sharing_pools(self) -> list[str]:
         """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]

@@ -3,7 +3,7 @@
 Owns `trainer.json` and which checkpoints are kept. `models.checkpoint` owns the folder of each model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,17 @@ class Checkpoints:
             if key is not None and (keep := self._config.at(key)) is not None:
                 model_files.remove_old(self._folder.path, role, keep)
 
-    def load(self, roles: Roles, folder: Path) -> None:
-        """Load a checkpoint into all roles."""
+    def load(self, roles: Roles, folder: Path | Mapping[str, Path]) -> None:
+        """Load a checkpoint into all roles. A snapshot has a folder on each node, by node id."""
+        loads = []
         for name, role in roles.trained.items():
-            fix = "copy the checkpoint there, or to a folder that all nodes share"
-            role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
-        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in roles.trained.items()]:
+            nodes = [process.node_id for process in role.group.processes]
+            if isinstance(folder, Path):
+                fix = "copy the checkpoint there, or to a folder that all nodes share"
+                role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
+            folders = [folder.absolute() if isinstance(folder, Path) else folder[node] for node in nodes]
+            loads.append(role.load_checkpoint([str(one / name) for one in folders]))
+        for call in loads:
             call.get()
 
 

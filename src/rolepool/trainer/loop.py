@@ -179,8 +179,6 @@ class Trainer:
             self.loggers.start(self.folder.path)
             self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
             cleanup.callback(self.live.stop)
-            self.snapshots = Snapshots(self.config, self.plan, on_gpus=self.cluster.gpu_memory_bytes is not None)
-            cleanup.callback(self.snapshots.close)
             self._train()
 
     def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
@@ -211,6 +209,8 @@ class Trainer:
         )
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
+        self.snapshots = Snapshots(self.config, self.plan, self.cluster)
+        started.callback(self.snapshots.close)
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -313,8 +313,7 @@ class Trainer:
         """
         start_s = time.monotonic()
         self.num_restarts += 1
-        # On several nodes, the death of a process may be that of its node, and nothing can be started there.
-        if not (error.is_death and self.plan.is_on_one_node) or self.num_restarts > self.config.trainer.max_restarts:
+        if not (error.is_death and self.cluster.has_all_nodes) or self.num_restarts > self.config.trainer.max_restarts:
             raise error
         self._begin("replacing processes")
         try:
@@ -334,8 +333,8 @@ class Trainer:
                 call.get()
             self.monitors = self.cluster.start_monitors()
         except WorkerError as again:
-            if again is error:
-                raise
+            if again is error or not self.cluster.has_all_nodes:
+                raise error from None
             return self._recover(again)
         seconds = time.monotonic() - start_s
         what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"

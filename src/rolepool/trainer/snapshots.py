@@ -1,96 +1,78 @@
-"""Snapshots of a run in shared memory: where they are, when they are taken, and which one is complete.
+"""Snapshots of a run in shared memory: when they are taken, and which one is complete.
 
-Owns the folder in shared memory. Two snapshots are written in turn, so that one is complete while the other is written.
-The ranks write them (`rolepool.models.snapshot`); the driver keeps the position in the data.
+Two snapshots are written in turn, so that one is complete while the other is written. The ranks write them
+(`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`); the driver keeps the position in
+the data.
 """
 
-import fcntl
-import os
-import shutil
-import tempfile
-from contextlib import suppress
+import logging
 from pathlib import Path
 
+from rolepool.cluster import Cluster
+from rolepool.cluster.keepers import SHARED_MEMORY, Files, Keepers
 from rolepool.config import Config
-from rolepool.models.checkpoint import saved_step
+from rolepool.models.checkpoint import rank_step, snapshot_files
 from rolepool.placement import Plan
 from rolepool.placement.estimate import GIB, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "rolepool-"
-
-
-def remove_left_behind(shared_memory: Path) -> None:
-    """Remove the snapshots of drivers that were killed. A driver that lives holds a lock on its folder."""
-    for folder in shared_memory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another user, or removed meanwhile
-            if (lock := _lock(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """Hold a lock on a folder until this process ends; None if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
+logger = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """The last two snapshots of a run. If `why_off` is not None, there are none, and it says why."""
+    """The last two snapshots of a run."""
 
-    def __init__(self, config: Config, plan: Plan, *, on_gpus: bool) -> None:
+    def __init__(self, config: Config, plan: Plan, cluster: Cluster) -> None:
         # Snapshots from GPUs were not tried yet, so they must be asked for.
-        self._every = config.trainer.snapshot_freq or (-1 if on_gpus else 1)
-        self._taken: list[Position] = []
-        self._folder: Path | None = None
-        self._lock: int | None = None
-        self.why_off = self._why_off(config, plan)
+        self._every = config.trainer.snapshot_freq or (1 if cluster.gpu_memory_bytes is None else -1)
+        self._needed = snapshot_bytes(config, plan)
+        self._cluster = cluster
+        self._taken: list[tuple[Position, dict[str, list[Files]]]] = []
+        """The snapshots that were queued, with the files of each role's ranks."""
+        self._keepers = Keepers(rank_step, cluster.nodes if self._every > 0 else ())
 
-    def _why_off(self, config: Config, plan: Plan) -> str | None:
-        if self._every < 1:
-            return f"trainer.snapshot_freq is {self._every}{'' if config.trainer.snapshot_freq else ' on GPUs'}"
-        if not plan.is_on_one_node:
-            return "the run uses several nodes"
-        needed, free = snapshot_bytes(config, plan), shutil.disk_usage(SHARED_MEMORY).free
-        if needed > free:
-            return f"they need {needed / GIB:.1f} GiB, and {SHARED_MEMORY} has {free / GIB:.1f} GiB free"
-        return None
+    def close(self) -> None:
+        """Remove the snapshots."""
+        self._keepers.close()
 
     def take(self, roles: Roles, position: Position) -> None:
         """Queue a snapshot of the state after this step, if one is due. The first one is always taken."""
-        if self.why_off is not None or (self._taken and position.step % self._every):
+        if self._every < 1 or (self._taken and position.step % self._every):
             return
-        if self._folder is None:
-            remove_left_behind(SHARED_MEMORY)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
-            self._lock = _lock(self._folder)
-        # A step that is repeated is written to the same place.
-        self._taken = [*(one for one in self._taken if one.step < position.step), position][-2:]
+        nodes, place = self._cluster.nodes, self._place(position)
+        where = self._keepers.where(nodes)
+        if where.keys() != nodes.keys():
+            return  # the next one is taken
+        low = [
+            f"{free / GIB:.1f} GiB on node {nodes[node]}" for node, (_, free) in where.items() if free < self._needed
+        ]
+        if low and not self._taken:
+            needed = f"they need {self._needed / GIB:.1f} GiB of {SHARED_MEMORY} on each node"
+            logger.warning("no snapshots are taken, because %s, and there are %s", needed, low[0])
+            self._every = -1
+            return
+        ranks: dict[str, list[Files]] = {}
         for name, role in roles.trained.items():
-            role.take_snapshot(str(self._place(position) / name), position.step)
+            there = [process.node_id for process in role.group.processes]
+            folders = [str(where[node][0] / place / name) for node in there]
+            written = role.take_snapshot(folders, [position.step] * len(there))
+            files = [snapshot_files(rank, len(there)) for rank in range(len(there))]
+            ranks[name] = [[f"{place}/{name}/{file}" for file in own] for own in files]
+            self._keepers.copy(position.step, list(zip(ranks[name], there, strict=True)), written)
+        # A step that is repeated is written to the same place.
+        self._taken = [*(one for one in self._taken if one[0].step < position.step), (position, ranks)][-2:]
 
-    def newest(self, roles: Roles, most: int) -> tuple[Path, Position] | None:
-        """The newest complete snapshot of a step up to `most`: its folder, and the state of the run; None if there is
-        none."""
-        for position in reversed([one for one in self._taken if one.step <= most]):
-            folder = self._place(position)
-            if all(saved_step(folder / name) == position.step for name in roles.trained):
-                return folder, position
+    def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], Position] | None:
+        """The newest complete snapshot of a step up to `most`: its folder on each node, and the state of the run. None
+        if there is none. Each node gets the files that its ranks need and that only other nodes have."""
+        nodes = {name: {process.node_id for process in role.group.processes} for name, role in roles.trained.items()}
+        for position, ranks in reversed([one for one in self._taken if one[0].step <= most]):
+            self._keepers.where(self._cluster.nodes)  # finds out which have died
+            if all(self._keepers.gather(position.step, ranks[name], there) for name, there in nodes.items()):
+                where = self._keepers.where(self._cluster.nodes)
+                return {node: folder / self._place(position) for node, (folder, _) in where.items()}, position
         return None
 
-    def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if self._lock is not None:
-                os.close(self._lock)
-
-    def _place(self, position: Position) -> Path:
-        assert self._folder is not None
-        return self._folder / str(position.step // max(1, self._every) % 2)
+    def _place(self, position: Position) -> str:
+        return str(position.step // self._every % 2)
