@@ -19,7 +19,7 @@ from rolepool.protocol.futures import CallFuture
 
 pytestmark = pytest.mark.slow
 SIZE = 3 * 2**20
-RANKS = [["0/role/data-0", "0/role/rank-0"], ["0/role/data-1", "0/role/rank-1"]]
+RANKS = [[Path("0/role") / name for name in names] for names in (("data-0", "rank-0"), ("data-1", "rank-1"))]
 
 
 def step_in(files: Sequence[Path]) -> int | None:
@@ -53,7 +53,7 @@ def left_in_shared_memory() -> set[Path]:
 
 def write(folder: Path, rank: int, step: int) -> CallFuture:
     """What a rank writes."""
-    data, marker = (folder / name for name in RANKS[rank])
+    data, marker = (folder / path for path in RANKS[rank])
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_bytes(bytes([step]) * SIZE)
     marker.write_text(str(step))

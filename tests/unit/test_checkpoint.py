@@ -341,7 +341,7 @@ def test_any_number_of_ranks_reads_a_snapshot(
     ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting
 ) -> None:
     saved, losses = ranks(num_saving)(snapshot_and_go_on, setting, tmp_path / "role")[0]
-    files = [[tmp_path / "role" / name for name in snapshot_files(rank, num_saving)] for rank in range(num_saving)]
+    files = [snapshot_files(tmp_path / "role", rank, num_saving) for rank in range(num_saving)]
     assert list(map(rank_step, files)) == [3] * num_saving
     for num_loading in (1, 2, 3):
         for state, losses_after in ranks(num_loading)(load_and_go_on, setting, tmp_path / "role"):
@@ -352,7 +352,7 @@ def test_any_number_of_ranks_reads_a_snapshot(
 def test_the_snapshot_of_a_rank_is_complete_when_all_its_files_name_the_step(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    *_, first = files = [tmp_path / "role" / name for name in snapshot_files(0, 2)]
+    *_, first = files = snapshot_files(tmp_path / "role", 0, 2)
     assert rank_step(files) is None
     ranks(2)(snapshot_and_go_on, FLOAT32, tmp_path / "role")
     assert rank_step(files) == 3

@@ -42,9 +42,10 @@ def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_p
     (folder,) = tmp_path.iterdir()
     assert (folder.stat().st_mode & 0o777, keeper.where()[0]) == (0o700, folder)
     (folder / "marker").write_text("3")
-    assert [keeper.step_of(["data", name]) for name in ("marker", "missing")] == [3, None]
-    assert (keeper.read("marker", 0), keeper.read("marker", 1)) == (b"3", b"")
-    assert keeper.fetch(3, [["data", "marker"]], []) and not keeper.fetch(4, [["data", "marker"]], [])
+    marker = Path("marker")
+    assert [keeper.step_of([path]) for path in (marker, Path("missing"))] == [3, None]
+    assert (keeper.read(marker, 0), keeper.read(marker, 1)) == (b"3", b"")
+    assert keeper.fetch(3, [[marker]], []) and not keeper.fetch(4, [[marker]], [])
     remove_left_behind(tmp_path)
     assert folder.exists()
     keeper.close()

@@ -91,8 +91,7 @@ class Cluster:
     @property
     def nodes(self) -> dict[str, str]:
         """The address of each node that has processes of the plan, by node id."""
-        processes = [process for pool in self.plan.pools for process in self.groups[pool].processes]
-        return {process.node_id: process.address for process in processes}
+        return {one.node_id: one.address for pool in self.plan.pools for one in self.groups[pool].processes}
 
     @property
     def has_all_nodes(self) -> bool:

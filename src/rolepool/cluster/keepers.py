@@ -36,7 +36,7 @@ POLL_S, WRITE_TIMEOUT_S = 0.1, 60.0
 ANSWER_TIMEOUT_S = 600.0
 """The time in which a keeper must answer, also if it copies a large snapshot."""
 
-Files = Sequence[str]
+Files = Sequence[Path]
 """The files of a rank. The last one is the marker."""
 StepOf = Callable[[Sequence[Path]], int | None]
 """The step of a rank's files; None if they are not complete."""
@@ -80,12 +80,12 @@ class Keeper:
 
     @ray.method(concurrency_group="serve")
     def step_of(self, files: Files) -> int | None:
-        return self._step_of([self.folder / name for name in files])
+        return self._step_of([self.folder / path for path in files])
 
     @ray.method(concurrency_group="serve")
-    def read(self, name: str, offset: int) -> bytes:
+    def read(self, path: Path, offset: int) -> bytes:
         """The next bytes of a file; none at its end."""
-        with (self.folder / name).open("rb") as file:
+        with (self.folder / path).open("rb") as file:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
@@ -106,13 +106,13 @@ class Keeper:
 
     def _copy(self, step: int, files: Files, source: Any) -> None:
         *others, marker = files
-        for parent in reversed(Path(marker).parents[:-1]):
+        for parent in reversed(marker.parents[:-1]):
             (self.folder / parent).mkdir(exist_ok=True)
         (self.folder / marker).unlink(missing_ok=True)
-        for name in others:
-            (self.folder / name).touch()
-            with (self.folder / name).open("r+b") as file:  # overwrites its memory, because new pages take longer
-                while chunk := ray.get(source.read.remote(name, file.tell())):
+        for path in others:
+            (self.folder / path).touch()
+            with (self.folder / path).open("r+b") as file:  # overwrites its memory, because new pages take longer
+                while chunk := ray.get(source.read.remote(path, file.tell())):
                     file.write(chunk)
                 file.truncate()
         text: bytes = ray.get(source.read.remote(marker, 0))

@@ -24,7 +24,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -152,21 +152,19 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         set_random_state(ranks[rank].rng)
 
 
-def snapshot_files(rank: int, num_ranks: int) -> list[str]:
-    """The files that a rank writes for a snapshot. The last one has its step."""
-    shard = f"shard-{rank:05d}"
-    return [f"{shard}.safetensors", f"{shard}{COPIED_SUFFIX}", rank_file(rank, num_ranks)]
+def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path, Path]:
+    """The files that a rank writes for a snapshot: its shard, and two that have its step."""
+    shard = folder / f"shard-{rank:05d}.safetensors"
+    return shard, shard.with_suffix(COPIED_SUFFIX), folder / rank_file(rank, num_ranks)
 
 
 def rank_step(files: Sequence[Path]) -> int | None:
     """The step of the snapshot that a rank wrote to these files; None if it is not complete."""
     _, copied, own = files
-    try:
+    with suppress(OSError, SafetensorError), safe_open(copied, "pt") as file:  # not written yet, or just replaced
         step: int = json.loads(own.read_bytes())["step"]
-        with safe_open(copied, "pt") as file:
-            return step if int(file.get_tensor(COPIED)) == step else None
-    except (OSError, SafetensorError):  # not written yet, or just written again
-        return None
+        return step if int(file.get_tensor(COPIED)) == step else None
+    return None
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:

@@ -53,11 +53,10 @@ class SnapshotWriter:
     def _write(self, folder: Path, step: int) -> None:
         self.wait()
         rank, num_ranks = rank_and_count()
-        shard, _, own_name = snapshot_files(rank, num_ranks)
-        own_file = folder / own_name
+        shard, _, own_file = snapshot_files(folder, rank, num_ranks)
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
         parts = own_parts(self._trained)
-        copies = self._opened(folder / shard, parts)
+        copies = self._opened(shard, parts)
         text = rank_state(self._trained, step).model_dump_json(fallback=lambda array: array.tolist())
         write_atomically(own_file, [text])
         with self._trained.copying():

@@ -97,12 +97,12 @@ class Checkpoints:
         """Load a checkpoint into all roles. A snapshot has a folder on each node, by node id."""
         loads = []
         for name, role in roles.trained.items():
-            nodes = [process.node_id for process in role.group.processes]
             if isinstance(folder, Path):
                 fix = "copy the checkpoint there, or to a folder that all nodes share"
                 role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
-            folders = [folder.absolute() if isinstance(folder, Path) else folder[node] for node in nodes]
-            loads.append(role.load_checkpoint([str(one / name) for one in folders]))
+            nodes = [process.node_id for process in role.group.processes]
+            by_node = dict.fromkeys(nodes, folder.absolute()) if isinstance(folder, Path) else folder
+            loads.append(role.load_checkpoint([str(by_node[node] / name) for node in nodes]))
         for call in loads:
             call.get()
 

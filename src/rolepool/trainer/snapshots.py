@@ -57,8 +57,7 @@ class Snapshots:
             there = [process.node_id for process in role.group.processes]
             folders = [str(where[node][0] / place / name) for node in there]
             written = role.take_snapshot(folders, [position.step] * len(there))
-            files = [snapshot_files(rank, len(there)) for rank in range(len(there))]
-            ranks[name] = [[f"{place}/{name}/{file}" for file in own] for own in files]
+            ranks[name] = [snapshot_files(Path(place, name), rank, len(there)) for rank in range(len(there))]
             self._keepers.copy(position.step, list(zip(ranks[name], there, strict=True)), written)
         # A step that is repeated is written to the same place.
         self._taken = [*(one for one in self._taken if one[0].step < position.step), (position, ranks)][-2:]
