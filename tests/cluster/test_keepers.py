@@ -22,7 +22,7 @@ SIZE = 3 * 2**20
 RANKS = [[Path("0/role") / name for name in names] for names in (("data-0", "rank-0"), ("data-1", "rank-1"))]
 
 
-def step_in(files: Sequence[Path]) -> int | None:
+def number_in(files: Sequence[Path]) -> int | None:
     return int(files[-1].read_text()) if files[-1].exists() else None
 
 
@@ -41,7 +41,7 @@ def nodes() -> Iterator[list[str]]:
 @pytest.fixture
 def keepers(nodes: list[str]) -> Iterator[Keepers]:
     before = left_in_shared_memory()
-    keepers = Keepers(step_in, nodes)
+    keepers = Keepers(number_in, nodes)
     yield keepers
     keepers.close()
     assert left_in_shared_memory() <= before
@@ -51,12 +51,12 @@ def left_in_shared_memory() -> set[Path]:
     return set(SHARED_MEMORY.glob("*rolepool-*"))
 
 
-def write(folder: Path, rank: int, step: int) -> CallFuture:
+def write(folder: Path, rank: int, number: int) -> CallFuture:
     """What a rank writes."""
     data, marker = (folder / path for path in RANKS[rank])
     data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_bytes(bytes([step]) * SIZE)
-    marker.write_text(str(step))
+    data.write_bytes(bytes([number]) * SIZE)
+    marker.write_text(str(number))
     return CallFuture([SimpleNamespace(objects=[(ray.put(None), None)] * 2)], list)
 
 
@@ -66,12 +66,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_each_file_has_a_second_copy_and_survives_the_keeper_of_its_node(keepers: Keepers, nodes: list[str]) -> None:
     folders = [keepers.where(nodes)[node][0] for node in nodes]
-    for step in (3, 5):  # the second one is written to the same files
+    for number in (3, 5):  # the second one is written to the same files
         for rank, folder in enumerate(folders):
-            written = write(folder, rank, step)
-        keepers.copy(step, list(zip(RANKS, nodes, strict=True)), written)
+            written = write(folder, rank, number)
+        keepers.copy(number, list(zip(RANKS, nodes, strict=True)), written)
         markers = [folder / files[-1] for folder, files in zip(folders, reversed(RANKS), strict=True)]
-        wait_until(lambda step=step, markers=markers: {step_in([marker]) for marker in markers} == {step}, 30)
+        wait_until(lambda number=number, markers=markers: {number_in([marker]) for marker in markers} == {number}, 30)
     assert content(folders[0]) == content(folders[1])
     assert content(folders[0])["data-1"] == bytes([5]) * SIZE
 
@@ -88,7 +88,7 @@ def test_a_node_gets_what_it_lacks_if_every_file_is_complete_somewhere(keepers: 
     write(folders[0], 0, 3)
     assert not keepers.gather(3, RANKS, nodes)
     write(folders[1], 1, 4)
-    assert not keepers.gather(3, RANKS, nodes), "one rank is a step ahead"
+    assert not keepers.gather(3, RANKS, nodes), "one rank has written the next one"
     write(folders[1], 1, 3)
     assert keepers.gather(3, RANKS, nodes[:1])
     assert content(folders[0])["data-1"] == content(folders[1])["data-1"]

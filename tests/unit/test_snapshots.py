@@ -32,18 +32,18 @@ def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 
 
-def step_in(files: Sequence[Path]) -> int | None:
+def number_in(files: Sequence[Path]) -> int | None:
     return int(files[-1].read_text()) if files[-1].exists() else None
 
 
 def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_path: Path) -> None:
     (tmp_path / "rolepool-1-killed").mkdir()
-    keeper = Keeper(step_in, tmp_path)
+    keeper = Keeper(number_in, tmp_path)
     (folder,) = tmp_path.iterdir()
     assert (folder.stat().st_mode & 0o777, keeper.where()[0]) == (0o700, folder)
     (folder / "marker").write_text("3")
     marker = Path("marker")
-    assert [keeper.step_of([path]) for path in (marker, Path("missing"))] == [3, None]
+    assert [keeper.number_of([path]) for path in (marker, Path("missing"))] == [3, None]
     assert (keeper.read(marker, 0), keeper.read(marker, 1)) == (b"3", b"")
     assert keeper.fetch(3, [[marker]], []) and not keeper.fetch(4, [[marker]], [])
     remove_left_behind(tmp_path)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ ANSWER_TIMEOUT_S = 600.0
 
 Files = Sequence[Path]
 """The files of a rank. The last one is the marker."""
-StepOf = Callable[[Sequence[Path]], int | None]
-"""The step of a rank's files; None if they are not complete."""
+NumberOf = Callable[[Sequence[Path]], int | None]
+"""The number of the snapshot in a rank's files; None if they are not complete."""
 
 
 def remove_left_behind(shared_memory: Path) -> None:
@@ -65,8 +66,8 @@ def _lock(folder: Path) -> int:
 class Keeper:
     """The folder of one node. It answers other keepers while it copies files itself."""
 
-    def __init__(self, step_of: StepOf, shared_memory: Path = SHARED_MEMORY) -> None:
-        self._step_of = step_of
+    def __init__(self, number_of: NumberOf, shared_memory: Path = SHARED_MEMORY) -> None:
+        self._number_of = number_of
         remove_left_behind(shared_memory)
         # It gets its name when it is locked, because other keepers remove folders without a lock.
         new = Path(tempfile.mkdtemp(prefix=f".tmp-{PREFIX}{os.getpid()}-", dir=shared_memory))
@@ -79,8 +80,8 @@ class Keeper:
         return self.folder, shutil.disk_usage(self.folder).free
 
     @ray.method(concurrency_group="serve")
-    def step_of(self, files: Files) -> int | None:
-        return self._step_of([self.folder / path for path in files])
+    def number_of(self, files: Files) -> int | None:
+        return self._number_of([self.folder / path for path in files])
 
     @ray.method(concurrency_group="serve")
     def read(self, path: Path, offset: int) -> bytes:
@@ -89,22 +90,21 @@ class Keeper:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
-    def fetch(self, step: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any) -> bool:
+    def fetch(self, number: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any) -> bool:
         """Copy the files of ranks that are not here from a keeper that has them. Returns whether all are here now.
 
         If `written` are the replies of ranks, a GPU may still write to the files, and this waits for it.
         """
         deadline = time.monotonic() + (WRITE_TIMEOUT_S if written else 0)
-        for files in ranks:
-            for source in sources if self.step_of(files) != step else ():
-                with suppress(RayError):  # it has died
-                    while (found := ray.get(source.step_of.remote(files))) is None and time.monotonic() < deadline:
-                        time.sleep(POLL_S)
-                    if found == step:
-                        self._copy(step, files, source)
-        return all(self.step_of(files) == step for files in ranks)
+        for files, source in product(ranks, sources):
+            with suppress(RayError):  # the source has died
+                while (found := ray.get(source.number_of.remote(files))) is None and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
+                if found == number and self.number_of(files) != number:
+                    self._copy(number, files, source)
+        return all(self.number_of(files) == number for files in ranks)
 
-    def _copy(self, step: int, files: Files, source: Any) -> None:
+    def _copy(self, number: int, files: Files, source: Any) -> None:
         *others, marker = files
         for parent in reversed(marker.parents[:-1]):
             (self.folder / parent).mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ class Keeper:
                     file.write(chunk)
                 file.truncate()
         text: bytes = ray.get(source.read.remote(marker, 0))
-        if ray.get(source.step_of.remote(files)) == step:  # otherwise its ranks have begun to write a later step
+        if ray.get(source.number_of.remote(files)) == number:  # otherwise its ranks have begun to write the next one
             write_atomically(self.folder / marker, [text.decode()])
 
     @ray.method(concurrency_group="serve")
@@ -130,40 +130,39 @@ class Keeper:
 class Keepers:
     """A keeper on each node. If the driver's node is the only one, the driver is the keeper itself."""
 
-    def __init__(self, step_of: StepOf, nodes: Collection[str]) -> None:
+    def __init__(self, number_of: NumberOf, nodes: Collection[str]) -> None:
         """Start them. This does not wait until they have started."""
-        self._step_of = step_of
-        self._here = Keeper(step_of) if set(nodes) == {ray.get_runtime_context().get_node_id()} else None
+        self._number_of = number_of
+        self._here = Keeper(number_of) if set(nodes) == {ray.get_runtime_context().get_node_id()} else None
         self._actors = {node: self._start(node) for node in nodes if self._here is None}
 
     def _start(self, node: str) -> Any:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        return actor_class.options(num_cpus=0, scheduling_strategy=where).remote(self._step_of)
+        return actor_class.options(num_cpus=0, scheduling_strategy=where).remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
         """The folder on each node, and the bytes that are free there. A node whose keeper has died is missing."""
         return self._ask(nodes, "where")
 
-    def copy(self, step: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
+    def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
         """When the ranks of a role have written their files, copy them to another node. `ranks` has the node, too."""
         replies = [reply for call in written.calls for reply, _ in call.objects]
         ring = list(self._actors)
         for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
             files = [files for files, there in ranks if there == node]
             if files and following != node:
-                self._actors[following].fetch.remote(step, files, [self._actors[node]], *replies)
+                self._actors[following].fetch.remote(number, files, [self._actors[node]], *replies)
 
-    def gather(self, step: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
+    def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
         """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether it has all now."""
-        answers = self._ask(nodes, "fetch", step, ranks, list(self._actors.values()))
+        answers = self._ask(nodes, "fetch", number, ranks, list(self._actors.values()))
         return all(answers.get(node) for node in nodes)
 
     def close(self) -> None:
         """Remove all folders."""
         self._ask(list(self._actors), "close")
-        for actor in self._actors.values():
-            ray.kill(actor)
+        self._actors.clear()  # Ray ends an actor to which nobody has a reference
 
     def _ask(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
         """The answers of the keepers on these nodes. One that does not answer is replaced when it is asked again."""

@@ -157,9 +157,8 @@ def launch(
     for name in names:
         pool, num_gpus = plan.pools[name], 0 if device == "cpu" else plan.pools[name].share
         actors[name] = [_start(reserved.bundles[slot], cleanup, num_cpus=1, num_gpus=num_gpus) for slot in pool.slots]
-    found = _await_start(
-        actors, {reserved.nodes[slot.node].node_id for name in actors for slot in plan.pools[name].slots}
-    )
+    nodes = {reserved.nodes[slot.node].node_id for name in actors for slot in plan.pools[name].slots}
+    found = _await_start(actors, nodes)
     pools = {
         name: _match(name, plan.pools[name].slots, actors[name], found[name], reserved.nodes, device) for name in actors
     }

@@ -51,7 +51,7 @@ from rolepool.protocol.worker import random_state, set_random_state
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
 COPIED, COPIED_SUFFIX = "copied", ".copied"
-"""A tensor with the step of a snapshot, and the ending of its file. It is written after all other tensors."""
+"""A tensor with the number of a snapshot, and the ending of its file. It is written after all other tensors."""
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class RankState(BaseModel):
     num_bytes: int
     """Size of all tensors of all ranks."""
     rng: dict[str, Any]
-    step: int | None = None
-    """The step of a snapshot in memory; a checkpoint has it in trainer.json."""
+    number: int | None = None
+    """The number of a snapshot in memory. A snapshot that is taken again has a new number."""
 
 
 # One role
@@ -118,9 +118,9 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
-def rank_state(trained: TrainedModel, step: int | None = None) -> RankState:
+def rank_state(trained: TrainedModel, number: int | None = None) -> RankState:
     num_bytes = sum(tensor.nbytes for tensor in all_tensors(trained).values())
-    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), step=step)
+    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number)
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
@@ -153,17 +153,17 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
 
 
 def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path, Path]:
-    """The files that a rank writes for a snapshot: its shard, and two that have its step."""
+    """The files that a rank writes for a snapshot: its shard, and two that have the snapshot's number."""
     shard = folder / f"shard-{rank:05d}.safetensors"
     return shard, shard.with_suffix(COPIED_SUFFIX), folder / rank_file(rank, num_ranks)
 
 
-def rank_step(files: Sequence[Path]) -> int | None:
-    """The step of the snapshot that a rank wrote to these files; None if it is not complete."""
+def snapshot_number(files: Sequence[Path]) -> int | None:
+    """The number of the snapshot that a rank wrote to these files; None if it is not complete."""
     _, copied, own = files
     with suppress(OSError, SafetensorError), safe_open(copied, "pt") as file:  # not written yet, or just replaced
-        step: int = json.loads(own.read_bytes())["step"]
-        return step if int(file.get_tensor(COPIED)) == step else None
+        number: int = json.loads(own.read_bytes())["number"]
+        return number if int(file.get_tensor(COPIED)) == number else None
     return None
 
 

@@ -251,9 +251,9 @@ class TrainedRole(ModelRole):
         save_trained(self.trained, Path(folder))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def take_snapshot(self, folder: str, step: int) -> None:
+    def take_snapshot(self, folder: str, number: int) -> None:
         """Copy the same to a folder in shared memory of this node, which the next snapshot but one writes again."""
-        self.snapshots.write(Path(folder), step)
+        self.snapshots.write(Path(folder), number)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:

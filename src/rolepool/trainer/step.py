@@ -143,7 +143,7 @@ class TrainedCalls(Protocol):
     def load_checkpoint(self, folder: Sequence[str]) -> CallFuture:
         """Load what was saved. There is a folder for each rank, because nodes have different ones."""
 
-    def take_snapshot(self, folder: Sequence[str], step: Sequence[int]) -> CallFuture:
+    def take_snapshot(self, folder: Sequence[str], number: Sequence[int]) -> CallFuture:
         """Copy the state to shared memory. Here, too, there is a folder for each rank."""
 
 
