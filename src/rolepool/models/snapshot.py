@@ -75,7 +75,8 @@ class SnapshotWriter:
         """The tensors of a file, as views of its memory. If the file is for other tensors, it is replaced."""
         names = [(name, tensor.shape) for name, (tensor, _) in parts.items()]
         if path not in self._files or self._files[path][0] != names:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
+                folder.mkdir(exist_ok=True, mode=0o700)
             offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
             tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
             path.unlink(missing_ok=True)
