@@ -100,9 +100,9 @@ class Keeper:
             with suppress(RayError):  # the source has died
                 while (found := ray.get(source.number_of.remote(files))) is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
-                if found == number and self.number_of(files) != number:
+                if found == number and self.number_of(files) != number:  # type: ignore[operator]
                     self._copy(number, files, source)
-        return all(self.number_of(files) == number for files in ranks)
+        return all(self.number_of(files) == number for files in ranks)  # type: ignore[operator]
 
     def _copy(self, number: int, files: Files, source: Any) -> None:
         *others, marker = files
