@@ -43,7 +43,8 @@ from rolepool.models.checkpoint import (
     publish,
     remove_old,
     save_trained,
-    saved_step,
+    snapshot_files,
+    snapshot_number,
     temporary_folder,
 )
 from rolepool.models.sharding import sum_over_ranks, whole
@@ -340,22 +341,26 @@ def test_any_number_of_ranks_reads_a_snapshot(
     ranks: Callable[[int], Ranks], tmp_path: Path, num_saving: int, setting: Setting
 ) -> None:
     saved, losses = ranks(num_saving)(snapshot_and_go_on, setting, tmp_path / "role")[0]
-    assert saved_step(tmp_path / "role") == 3
+    files = [snapshot_files(tmp_path / "role", rank, num_saving) for rank in range(num_saving)]
+    assert list(map(snapshot_number, files)) == [3] * num_saving
     for num_loading in (1, 2, 3):
         for state, losses_after in ranks(num_loading)(load_and_go_on, setting, tmp_path / "role"):
             assert_same(state, saved)
             assert losses_after == pytest.approx(losses, rel=1e-5, abs=0)
 
 
-def test_a_snapshot_is_complete_when_all_ranks_have_written_it(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    assert saved_step(tmp_path / "role") is None
+def test_the_snapshot_of_a_rank_is_complete_when_all_its_files_have_its_number(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    *_, first = files = snapshot_files(tmp_path / "role", 0, 2)
+    assert snapshot_number(files) is None
     ranks(2)(snapshot_and_go_on, FLOAT32, tmp_path / "role")
-    first = next((tmp_path / "role").glob("rank_00000_*"))
+    assert snapshot_number(files) == 3
     text = first.read_text()
     first.unlink()
-    assert saved_step(tmp_path / "role") is None
-    first.write_text(text.replace('"step":3', '"step":1'))
-    assert saved_step(tmp_path / "role") is None
+    assert snapshot_number(files) is None
+    first.write_text(text.replace('"number":3', '"number":1'))
+    assert snapshot_number(files) is None
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

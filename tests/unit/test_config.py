@@ -219,6 +219,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "roles.critic": NOT_SAID,
         "roles.reward_model": NOT_SAID,
         "timeout_s": 60,
+        "on_node_loss": "wait",
         "mps": False,
     },
     "ray_kwargs": {"ray_init.address": NOT_SAID, "ray_init.num_cpus": None},

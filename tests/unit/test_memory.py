@@ -289,6 +289,22 @@ def test_a_sharding_group_smaller_than_the_pool_holds_more() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_states"),
+    [
+        ("trainer.n_gpus_per_node=4", 2),
+        ("trainer.nnodes=2 trainer.n_gpus_per_node=2", 2),  # a half of its own and a half of the other node, twice
+        ("trainer.nnodes=4 trainer.n_gpus_per_node=1", 1.5),  # two quarters twice, and the rest to load it
+        ("trainer.nnodes=2 trainer.n_gpus_per_node=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=2", 2),
+        ("trainer.n_gpus_per_node=4 trainer.snapshot_freq=-1", 0),
+    ],
+    ids=["one node", "two nodes", "four nodes", "replicas", "none are taken"],
+)
+def test_a_node_keeps_two_snapshots_of_its_shards_and_of_its_neighbours(overrides: str, num_states: float) -> None:
+    keys = f"{QWEN} trainer.device=cpu algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 {overrides}"
+    assert estimate(keys).snapshot_bytes == num_states * 12 * 494_032_768
+
+
 def test_a_role_is_sharded_over_its_own_pool() -> None:
     split = f"{DEEPSEEK} placement.strategy=split placement.split.actor_gpus_per_node=6"
     params = read_shape(str(ROOT / "recipes/shapes/deepseek-llm-7b-chat"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from rolepool.trainer.snapshots import remove_left_behind
+import pytest
 
-HOLD = "import sys, time; from pathlib import Path; from rolepool.trainer.snapshots import _lock\n"
-HOLD += "held = _lock(Path(sys.argv[1])); print(held is not None, flush=True); time.sleep(60)"
+from rolepool.cluster.keepers import Keeper, remove_left_behind
+
+HOLD = "import sys, time; from pathlib import Path; from rolepool.cluster.keepers import _lock\n"
+HOLD += "held = _lock(Path(sys.argv[1])); print(True, flush=True); time.sleep(60)"
 
 
 def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) -> None:
@@ -27,3 +30,25 @@ def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) 
         driver.wait()
     remove_left_behind(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def number_in(files: Sequence[Path]) -> int | None:
+    return int(files[-1].read_text()) if files[-1].exists() else None
+
+
+def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_path: Path) -> None:
+    (tmp_path / "rolepool-1-killed").mkdir()
+    keeper = Keeper(number_in, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert (folder.stat().st_mode & 0o777, keeper.where()[0]) == (0o700, folder)
+    (folder / "marker").write_text("3")
+    marker = Path("marker")
+    assert [keeper.number_of([path]) for path in (marker, Path("missing"))] == [3, None]
+    assert (keeper.read(marker, 0), keeper.read(marker, 1)) == (b"3", b"")
+    assert keeper.fetch(3, [[marker]], []) and not keeper.fetch(4, [[marker]], [])
+    remove_left_behind(tmp_path)
+    assert folder.exists()
+    keeper.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No such file"):
+        (folder / "late").write_text("4")

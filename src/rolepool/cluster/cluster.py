@@ -112,6 +112,16 @@ class Cluster:
         held = [process.gpu_memory_bytes for pool in self.plan.pools for process in self.groups[pool].processes]
         return min((memory for memory in held if memory is not None), default=None)
 
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The address of each node that has processes of the plan, by node id."""
+        return {one.node_id: one.address for pool in self.plan.pools for one in self.groups[pool].processes}
+
+    @property
+    def has_all_nodes(self) -> bool:
+        """Whether all nodes that have processes of the plan are alive."""
+        return self.nodes.keys() <= {node.node_id for node in live_nodes()}
+
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
         processes = launch_helpers(name, count, self._cleanup, run_seed=self._run_seed)

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,7 +173,8 @@ def launch(
     num_gpus = 0 if device == "cpu" else BUNDLE_PART
     for name, places in bundles.items():
         actors[name] = [_start(bundle, cleanup, num_gpus=num_gpus) for bundle in places]
-    found = _await_start(actors)
+    nodes = {reserved.nodes[slot.node].node_id for name in actors for slot in plan.pools[name].slots}
+    found = _await_start(actors, nodes)
     if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
         held = ((bundle, where) for name in bundles for bundle, where in zip(bundles[name], found[name], strict=True))
         reserved.bundles.update({(where.node_id, where.gpus[0]): bundle for bundle, where in held})
@@ -272,22 +273,25 @@ def _start(where: Any, cleanup: ExitStack, *, num_gpus: float = 0) -> Any:
     return actor
 
 
-def _await_start(actors: dict[str, list[Any]]) -> dict[str, list[Whereabouts]]:
-    """Wait until every process has started, and log the progress."""
+def _await_start(actors: dict[str, list[Any]], nodes: Collection[str] = ()) -> dict[str, list[Whereabouts]]:
+    """Wait until every process has started on these nodes, and log the progress."""
     asked = {
         actor.whereabouts.remote(): (f"a process of {name}", name)
         for name, members in actors.items()
         for actor in members
     }
-    answers = iter(await_all(asked, "start", "started %d of %d worker processes"))
+    answers = iter(await_all(asked, "start", "started %d of %d worker processes", nodes))
     return {name: [next(answers) for _ in members] for name, members in actors.items()}
 
 
-def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None = None) -> list[Any]:
+def await_all(
+    asked: dict[Any, tuple[str, str]], what: str, progress: str | None = None, nodes: Collection[str] = ()
+) -> list[Any]:
     """Wait for the answers of all processes and return them. The first error is raised at once.
 
     `asked` has the reference of each answer, with the process and the pool that errors name. `what` says in errors what
-    the processes do, and `progress` is logged after each answer, with the number of answers.
+    the processes do, and `progress` is logged after each answer, with the number of answers. If one of `nodes` is lost,
+    that is an error, too: Ray would wait until the node returns.
     """
     waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
     while waiting:
@@ -295,6 +299,8 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(POLL_S, left_s)))
         if not ready and left_s > POLL_S:
             raise_if_ray_died()
+            if nodes and set(nodes) - {node.node_id for node in live_nodes()}:
+                raise WorkerError(f"{asked[waiting[0]][0]} did not {what}, because its node was lost", is_death=True)
             continue
         who, pool = asked[(ready or waiting)[0]]
         if not ready:

@@ -261,6 +261,9 @@ class PlacementConfig(Section):
     roles: RolePoolsConfig
     timeout_s: Positive = 60.0
     """Seconds to wait until the cluster provides the resources of the plan."""
+    on_node_loss: Literal["wait", "shrink"] = "wait"
+    """What to do if a node is lost: wait placement.timeout_s for a node that replaces it (wait), or plan the pools
+    again on the nodes that are left (shrink)."""
     mps: bool = False
     """Run CUDA MPS during the run on nodes where pools share GPUs."""
 

@@ -161,13 +161,6 @@ class RunFolder:
         event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
         self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
 
-    def add_plan(self, first_step: int, plan: Any) -> None:
-        self.write("plan.json", plan.model_dump_json(indent=2))
-
-    def add_move(self, step: int, what: str, seconds: float, pools: Sequence[str]) -> None:
-        move = {"what": what, "after_step": step - 1, "seconds": round(seconds, 1), "pools": list(pools)}
-        self._append("metrics.jsonl", [json.dumps({"step": step, "move": move})])
-
     def add_spans(self, recorded: Iterable[Recorded]) -> None:
         lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
         self._append("spans.jsonl", map(json.dumps, lines))

@@ -22,9 +22,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ from rolepool.protocol.worker import random_state, set_random_state
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
 COPIED, COPIED_SUFFIX = "copied", ".copied"
-"""A tensor with the step of a snapshot, and the ending of its file. It is written after all other tensors."""
+"""A tensor with the number of a snapshot, and the ending of its file. It is written after all other tensors."""
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class RankState(BaseModel):
     num_bytes: int
     """Size of all tensors of all ranks."""
     rng: dict[str, Any]
-    step: int | None = None
-    """The step of a snapshot in memory; a checkpoint has it in trainer.json."""
+    number: int | None = None
+    """The number of a snapshot in memory. A snapshot that is taken again has a new number."""
 
 
 # One role
@@ -118,9 +118,9 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
-def rank_state(trained: TrainedModel, step: int | None = None) -> RankState:
+def rank_state(trained: TrainedModel, number: int | None = None) -> RankState:
     num_bytes = sum(tensor.nbytes for tensor in all_tensors(trained).values())
-    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), step=step)
+    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number)
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:
@@ -152,16 +152,19 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         set_random_state(ranks[rank].rng)
 
 
-def saved_step(folder: Path) -> int | None:
-    """The step of a snapshot, if the files of all its ranks are there and name the same step; otherwise None."""
-    names = sorted(path.name for path in folder.glob("rank_*_of_*.json"))
-    if not names or len(names) != int(names[0].removesuffix(".json").rsplit("_", 1)[1]):
-        return None
-    steps = {json.loads((folder / name).read_bytes())["step"] for name in names}
-    for path in folder.glob(f"*{COPIED_SUFFIX}"):
-        with safe_open(path, "pt") as file:
-            steps.add(int(file.get_tensor(COPIED)))
-    return steps.pop() if len(steps) == 1 else None
+def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path, Path]:
+    """The files that a rank writes for a snapshot: its shard, and two that have the snapshot's number."""
+    shard = folder / f"shard-{rank:05d}.safetensors"
+    return shard, shard.with_suffix(COPIED_SUFFIX), folder / rank_file(rank, num_ranks)
+
+
+def snapshot_number(files: Sequence[Path]) -> int | None:
+    """The number of the snapshot that a rank wrote to these files; None if it is not complete."""
+    _, copied, own = files
+    with suppress(OSError, SafetensorError), safe_open(copied, "pt") as file:  # not written yet, or just replaced
+        number: int = json.loads(own.read_bytes())["number"]
+        return number if int(file.get_tensor(COPIED)) == number else None
+    return None
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:

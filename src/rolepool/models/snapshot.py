@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rolepool.errors import one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_file, rank_state
+from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_state, snapshot_files
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
@@ -36,35 +36,35 @@ class SnapshotWriter:
         self._trained = trained
         self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
         self._pinned: dict[Path, list[Tensor]] = {}
-        self._last_step: Tensor | None = None
+        self._last_number: Tensor | None = None
         self._is_off = False
 
-    def write(self, folder: Path, step: int) -> None:
-        """Write the state after this step. The snapshot is complete when the files of all ranks name the step. If it
-        cannot be written, there is a warning, and no further one is tried."""
+    def write(self, folder: Path, number: int) -> None:
+        """Write the state. The snapshot is complete when the files of all ranks have its number. If it cannot be
+        written, there is a warning, and no further one is tried."""
         if self._is_off:
             return
         try:
-            self._write(folder, step)
+            self._write(folder, number)
         except (OSError, SafetensorError) as error:
             logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
             self._is_off = True
 
-    def _write(self, folder: Path, step: int) -> None:
+    def _write(self, folder: Path, number: int) -> None:
         self.wait()
         rank, num_ranks = rank_and_count()
-        own_file = folder / rank_file(rank, num_ranks)
+        shard, _, own_file = snapshot_files(folder, rank, num_ranks)
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
         parts = own_parts(self._trained)
-        copies = self._opened(folder / f"shard-{rank:05d}.safetensors", parts)
-        text = rank_state(self._trained, step).model_dump_json(fallback=lambda array: array.tolist())
+        copies = self._opened(shard, parts)
+        text = rank_state(self._trained, number).model_dump_json(fallback=lambda array: array.tolist())
         write_atomically(own_file, [text])
         with self._trained.copying():
             for name, (tensor, _) in parts.items():
                 copies[name].copy_(tensor, non_blocking=True)
             # The last copy says that the others are done. No thread of this process has to wait for that.
-            self._last_step = torch.tensor([step], device=self._trained.device)
-            copies[COPIED].copy_(self._last_step, non_blocking=True)
+            self._last_number = torch.tensor([number], device=self._trained.device)
+            copies[COPIED].copy_(self._last_number, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
@@ -74,8 +74,9 @@ class SnapshotWriter:
     def _opened(self, path: Path, parts: dict[str, Part]) -> dict[str, Tensor]:
         """The tensors of a file, as views of its memory. If the file is for other tensors, it is replaced."""
         names = [(name, tensor.shape) for name, (tensor, _) in parts.items()]
-        if path not in self._files or self._files[path][0] != names:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path not in self._files or self._files[path][0] != names or not path.exists():
+            for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
+                folder.mkdir(exist_ok=True, mode=0o700)
             offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
             tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
             path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ it. A plan that does not fit is a warning and never stops a run.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -308,16 +309,25 @@ SNAPSHOT_BYTES_PER_PARAM = 12
 
 
 def snapshot_bytes(config: Config, plan: Plan) -> int:
-    """Shared memory for the snapshots of all roles that are trained: two copies of their state. 0 if none are taken; a
-    role whose shape is not known counts as 0, too."""
-    total = 0
+    """The most shared memory that a node needs for the snapshots of all roles that are trained. 0 if none are taken; a
+    role whose shape is not known counts as 0, too.
+
+    A node keeps the last two snapshots of its own ranks and of those of the node before it. Before a snapshot is
+    loaded, a node of the role gets the rest of it.
+    """
     is_on = (config.trainer.snapshot_freq or (1 if plan.device == "cpu" else -1)) > 0
-    for role in plan.roles if plan.is_on_one_node and is_on else ():
-        if ROLE_SPECS[role].is_trained:
-            with suppress(ShapeUnknown):
-                held = held_model(config, role, plan.pool_of(role).world_size)
-                total += 2 * SNAPSHOT_BYTES_PER_PARAM * held.num_params
-    return total
+    nodes = list(dict.fromkeys(slot.node for pool in plan.pools.values() for slot in pool.slots))
+    needed: Counter[int] = Counter()
+    for role in (role for role in plan.roles if is_on and ROLE_SPECS[role].is_trained):
+        with suppress(ShapeUnknown):
+            slots = plan.pool_of(role).slots
+            held = held_model(config, role, len(slots))
+            num_written = Counter(slot.node for slot in slots[: held.num_shards])  # replicas write nothing
+            for before, node in zip([nodes[-1], *nodes], nodes, strict=False):
+                num_kept = num_written[node] + (num_written[before] if before != node else 0)
+                rest = held.num_shards - num_kept if node in plan.pool_of(role).counts_by_node else 0
+                needed[node] += SNAPSHOT_BYTES_PER_PARAM * held.num_params * (2 * num_kept + rest) // held.num_shards
+    return max(needed.values(), default=0)
 
 
 # All pools
@@ -349,7 +359,7 @@ class MemoryEstimate:
     micro_batches: dict[str, MicroBatch]
     unknown: dict[Role, str]
     snapshot_bytes: int = 0
-    """Shared memory of a node for snapshots of trained models; 0 if none are taken or their size is not known."""
+    """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is not known."""
 
     @property
     def excess(self) -> int:

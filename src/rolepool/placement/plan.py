@@ -168,10 +168,6 @@ class Plan(BaseModel):
     """Whether pools that share GPUs use CUDA MPS."""
 
     @property
-    def is_on_one_node(self) -> bool:
-        return len({slot.node for pool in self.pools.values() for slot in pool.slots}) == 1
-
-    @property
     def in_words(self) -> str:
         """The pools and their sizes, such as `actor_pool [1] and critic_pool [1]`."""
         shares = {name: f" with share {self.pools[name].share:g}" for name in self.sharing_pools}

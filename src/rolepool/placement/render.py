@@ -194,7 +194,7 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
             nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
             notes.append(("CUDA MPS", nodes))
     if estimate.snapshot_bytes > GIB // 10:
-        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm, to go on if a process dies"
+        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm on each node, to go on if a process dies"
         notes.append(("snapshots", needed))
     return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
 

@@ -250,12 +250,12 @@ class TrainedRole(ModelRole):
         """Save weights, optimizer, schedule and random states in a new folder that all ranks share."""
         save_trained(self.trained, Path(folder))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take_snapshot(self, folder: str, step: int) -> None:
-        """Copy the same to a folder in shared memory, which the next snapshot but one writes again."""
-        self.snapshots.write(Path(folder), step)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    def take_snapshot(self, folder: str, number: int) -> None:
+        """Copy the same to a folder in shared memory of this node, which the next snapshot but one writes again."""
+        self.snapshots.write(Path(folder), number)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load what any number of ranks saved there."""
         self.snapshots.wait()

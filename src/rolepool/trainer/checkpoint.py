@@ -93,12 +93,17 @@ class Checkpoints:
             if key is not None and (keep := self._config.at(key)) is not None:
                 model_files.remove_old(self._folder.path, role, keep)
 
-    def load(self, trained: Mapping[str, TrainedCalls], folder: Path) -> None:
-        """Load a checkpoint into these roles."""
+    def load(self, trained: Mapping[str, TrainedCalls], folder: Path | Mapping[str, Path]) -> None:
+        """Load a checkpoint into these roles. A snapshot has a folder on each node, by node id."""
+        loads = []
         for name, role in trained.items():
-            fix = "copy the checkpoint there, or to a folder that all nodes share"
-            role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
-        for call in [role.load_checkpoint(str(folder.absolute() / name)) for name, role in trained.items()]:
+            if isinstance(folder, Path):
+                fix = "copy the checkpoint there, or to a folder that all nodes share"
+                role.group.check_exists(f"trainer.resume_from_path={folder}", folder.absolute() / name, fix)
+            nodes = [process.node_id for process in role.group.processes]
+            by_node = dict.fromkeys(nodes, folder.absolute()) if isinstance(folder, Path) else folder
+            loads.append(role.load_checkpoint([str(by_node[node] / name) for node in nodes]))
+        for call in loads:
             call.get()
 
 

@@ -33,7 +33,7 @@ from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
-from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, in_words, moved, take_request
+from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
@@ -182,8 +182,6 @@ class Trainer:
             self.loggers.start(self.folder.path)
             self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
             cleanup.callback(self.live.stop)
-            self.snapshots = Snapshots(self.config, self.plan, on_gpus=self.cluster.gpu_memory_bytes is not None)
-            cleanup.callback(self.snapshots.close)
             cleanup.callback(self._end_move, "the run has ended")
             self._train()
 
@@ -215,6 +213,8 @@ class Trainer:
         )
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
+        self.snapshots = Snapshots(self.config, self.plan, self.cluster)
+        started.callback(self.snapshots.close)
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -316,8 +316,7 @@ class Trainer:
         """
         start_s = time.monotonic()
         self.num_restarts += 1
-        # On several nodes, the death of a process may be that of its node, and nothing can be started there.
-        if not (error.is_death and self.plan.is_on_one_node) or self.num_restarts > self.config.trainer.max_restarts:
+        if not (error.is_death and self.cluster.has_all_nodes) or self.num_restarts > self.config.trainer.max_restarts:
             raise error
         self._begin("replacing processes")
         try:
@@ -337,8 +336,8 @@ class Trainer:
                 call.get()
             self.monitors.watch()
         except WorkerError as again:
-            if again is error:
-                raise
+            if again is error or not self.cluster.has_all_nodes:
+                raise error from None
             return self._recover(again)
         seconds = time.monotonic() - start_s
         what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"
@@ -356,12 +355,12 @@ class Trainer:
         if self._move is not None:
             raise PlacementError("a move is under way; wait until it has ended")
         if plan.pools == self.plan.pools:
-            raise PlacementError(f"the run has this placement already ({in_words(plan)})")
+            raise PlacementError(f"the run has this placement already ({plan.in_words})")
         check_move(loaded.config, plan, self.cluster.gpu_memory_bytes)
         names = changed_pools(self.config, self.plan, loaded.config, plan)
         self._move = Move(self.cluster, loaded, plan, names)
         self._move.start()
-        self.observer.on_notice(f"starting processes for a move to {in_words(plan)}")
+        self.observer.on_notice(f"starting processes for a move to {plan.in_words}")
         return self._move
 
     def _move_if_asked(self, number: int) -> None:
@@ -378,24 +377,27 @@ class Trainer:
         if move.prepared is None:
             self._end_move(move.problem)
             return
-        start_s, before = time.monotonic(), in_words(self.plan)
+        start_s, before = time.monotonic(), self.plan.in_words
         self._begin("move")
         self._finish()
-        folder = self.snapshots.complete(self.roles, self._position(number)) or self._checkpoint(number)
-        if folder is None:
-            self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
-            return
+        saved = None
+        if not self.snapshots.is_complete(self.roles, self._position(number)):
+            saved = self._checkpoint(number)
+            if saved is None:
+                self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
+                return
         self._move = None
         try:
-            self._change_over(move, move.prepared, folder, number)
+            self._change_over(move, move.prepared, saved, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
-            seconds, what = time.monotonic() - start_s, f"{before} -> {in_words(move.plan)}"
+            seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
             self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
             self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
             answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
 
-    def _change_over(self, move: Move, prepared: Prepared, folder: Path, number: int) -> None:
-        """Replace the pools that the move changes. Their models load the state after this step from a folder."""
+    def _change_over(self, move: Move, prepared: Prepared, saved: Path | None, number: int) -> None:
+        """Replace the pools that the move changes. Their models load the state after this step, from its snapshot or
+        from a checkpoint."""
         before = self.roles
         self.cluster.switch(prepared)
         self.loaded, self.config, self.plan = move.loaded, move.loaded.config, move.plan
@@ -405,7 +407,11 @@ class Trainer:
         self._build_roles()
         trained = self.roles.trained
         new = {name: role for name, role in trained.items() if role.group is not before.trained[name].group}
-        self.checkpoints.load(new, folder)
+        folders, _ = self.snapshots.newest(self.roles, number) or (None, None)
+        source = saved or folders
+        if source is None:
+            raise WorkerError(f"the snapshot of step {number} was lost during a move", is_death=True)
+        self.checkpoints.load(new, source)
         for call in self.roles.sync_weights(number):
             call.get()
         self.monitors.watch()

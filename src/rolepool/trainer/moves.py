@@ -83,11 +83,6 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
 
-def in_words(plan: Plan) -> str:
-    """`actor_pool [2, 2] and critic_pool [1]`"""
-    return " and ".join(f"{name} {list(pool.per_node)}" for name, pool in plan.pools.items())
-
-
 class Move(threading.Thread):
     """Starts the processes of another placement while the run goes on. If it fails, `problem` says why."""
 

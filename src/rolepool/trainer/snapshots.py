@@ -1,117 +1,103 @@
-"""Snapshots of a run in shared memory: where they are, when they are taken, and which one is complete.
+"""Snapshots of a run in shared memory: when they are taken, and which one is complete.
 
-Owns the folder in shared memory. Two snapshots are written in turn, so that one is complete while the other is written.
-The ranks write them (`rolepool.models.snapshot`); the driver keeps the position in the data.
+Two snapshots are written in turn, so that one is complete while the other is written. The ranks write them
+(`rolepool.models.snapshot`) into the folders of keepers (`rolepool.cluster.keepers`); the driver keeps the position in
+the data.
 """
 
-import fcntl
-import os
-import shutil
-import tempfile
+import logging
 import time
-from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
+from rolepool.cluster import Cluster
+from rolepool.cluster.keepers import SHARED_MEMORY, Files, Keepers
 from rolepool.config import Config
-from rolepool.models.checkpoint import saved_step
+from rolepool.models.checkpoint import snapshot_files, snapshot_number
 from rolepool.placement import Plan
 from rolepool.placement.estimate import GIB, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "rolepool-"
+logger = logging.getLogger(__name__)
+
+PLACES = ("a", "b")
+"""The folders of the two snapshots."""
 COMPLETE_TIMEOUT_S = 60.0
 
 
-def remove_left_behind(shared_memory: Path) -> None:
-    """Remove the snapshots of drivers that were killed. A driver that lives holds a lock on its folder."""
-    for folder in shared_memory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another user, or removed meanwhile
-            if (lock := _lock(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """Hold a lock on a folder until this process ends; None if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
-
-
 class Snapshots:
-    """The last two snapshots of a run. If `why_off` is not None, there are none, and it says why."""
+    """The last two snapshots of a run."""
 
-    def __init__(self, config: Config, plan: Plan, *, on_gpus: bool) -> None:
+    def __init__(self, config: Config, plan: Plan, cluster: Cluster) -> None:
         # Snapshots from GPUs were not tried yet, so they must be asked for.
-        self._every = config.trainer.snapshot_freq or (-1 if on_gpus else 1)
-        self._taken: list[tuple[Position, Path]] = []
-        self._num_moves = 0
-        self._folder: Path | None = None
-        self._lock: int | None = None
-        self.why_off = self._why_off(config, plan)
+        self._every = config.trainer.snapshot_freq or (1 if cluster.gpu_memory_bytes is None else -1)
+        self._needed = snapshot_bytes(config, plan)
+        self._cluster = cluster
+        self._numbers = count(1)
+        self._taken: list[tuple[Position, str, int, dict[str, list[Files]]]] = []
+        """The snapshots that were queued, with their places, numbers, and the files of each role's ranks."""
+        self._of_other_ranks: set[str] = set()
+        """The places that have files of ranks before a move."""
+        self._keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
-    def _why_off(self, config: Config, plan: Plan) -> str | None:
-        if self._every < 1:
-            return f"trainer.snapshot_freq is {self._every}{'' if config.trainer.snapshot_freq else ' on GPUs'}"
-        if not plan.is_on_one_node:
-            return "the run uses several nodes"
-        needed, free = snapshot_bytes(config, plan), shutil.disk_usage(SHARED_MEMORY).free
-        if needed > free:
-            return f"they need {needed / GIB:.1f} GiB, and {SHARED_MEMORY} has {free / GIB:.1f} GiB free"
-        return None
+    def close(self) -> None:
+        """Remove the snapshots."""
+        self._keepers.close()
 
     def take(self, roles: Roles, position: Position) -> None:
         """Queue a snapshot of the state after this step, if one is due. The first one is always taken."""
-        if self.why_off is None and not (self._taken and position.step % self._every):
+        if self._every > 0 and not (self._taken and position.step % self._every):
             self._take(roles, position)
 
     def _take(self, roles: Roles, position: Position) -> None:
-        if self._folder is None:
-            remove_left_behind(SHARED_MEMORY)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
-            self._lock = _lock(self._folder)
-        # A step that is repeated is written to the same place.
-        place = self._folder / f"{self._num_moves}-{position.step // max(1, self._every) % 2}"
-        before = [one for one in self._taken if one[0].step < position.step and one[1] != place]
-        self._taken = [*before, (position, place)][-2:]
+        nodes, where = self._cluster.nodes, self._keepers.where(self._cluster.nodes)
+        if where.keys() != nodes.keys():
+            return  # the next one is taken
+        free, address = min((where[node][1], nodes[node]) for node in nodes)
+        if free < self._needed and not self._taken:
+            needed = f"they need {self._needed / GIB:.1f} GiB of {SHARED_MEMORY} on each node"
+            logger.warning("no snapshots are taken: %s, and node %s has %.1f GiB free", needed, address, free / GIB)
+            self._every = -1
+            return
+        earlier = [one for one in self._taken if one[0].step < position.step]  # a step may be repeated
+        place = next(place for place in PLACES if not earlier or place != earlier[-1][1])
+        if place in self._of_other_ranks:
+            self._of_other_ranks.remove(place)
+            self._keepers.remove(place, nodes)
+        number, ranks = next(self._numbers), dict[str, list[Files]]()
         for name, role in roles.trained.items():
-            role.take_snapshot(str(place / name), position.step)
+            there = [process.node_id for process in role.group.processes]
+            folders = [str(where[node][0] / place / name) for node in there]
+            written = role.take_snapshot(folders, [number] * len(there))
+            ranks[name] = [snapshot_files(Path(place, name), rank, len(there)) for rank in range(len(there))]
+            self._keepers.copy(number, list(zip(ranks[name], there, strict=True)), written)
+        self._taken = [*earlier, (position, place, number, ranks)][-2:]
 
-    def newest(self, roles: Roles, most: int) -> tuple[Path, Position] | None:
-        """The newest complete snapshot of a step up to `most`: its folder, and the state of the run; None if there is
-        none."""
-        for position, folder in reversed([one for one in self._taken if one[0].step <= most]):
-            if all(saved_step(folder / name) == position.step for name in roles.trained):
-                return folder, position
-        return None
-
-    def complete(self, roles: Roles, position: Position) -> Path | None:
-        """The snapshot of the state after this step, when it is complete; None if there is none. It is taken now if it
-        was not due."""
-        if self.why_off is not None:
-            return None
-        if all(one.step != position.step for one, _ in self._taken):
-            self._take(roles, position)
+    def is_complete(self, roles: Roles, position: Position) -> bool:
+        """Wait for the snapshot of the state after this step, which is taken now if it was not due. False if there are
+        no snapshots."""
         deadline = time.monotonic() + COMPLETE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            folder, found = self.newest(roles, position.step) or (None, None)
-            if found is not None and found.step == position.step:
-                return folder
+        if self._every > 0 and all(one[0].step != position.step for one in self._taken):
+            self._take(roles, position)
+        while self._every > 0 and time.monotonic() < deadline:
+            _, newest = self.newest(roles, position.step) or (None, None)
+            if newest is not None and newest.step == position.step:
+                return True
             time.sleep(0.01)
-        return None
+        return False
 
     def have_moved(self) -> None:
-        """Other ranks write the next snapshots, so they get folders of their own."""
-        self._num_moves += 1
+        """From now on other ranks write the snapshots."""
+        self._of_other_ranks.update(PLACES)
 
-    def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if self._lock is not None:
-                os.close(self._lock)
+    def newest(self, roles: Roles, most: int) -> tuple[dict[str, Path], Position] | None:
+        """The newest complete snapshot of a step up to `most`: its folder on each node, and the state of the run. None
+        if there is none. Each node gets the files that its ranks need and that only other nodes have."""
+        nodes = {name: {process.node_id for process in role.group.processes} for name, role in roles.trained.items()}
+        for position, place, number, ranks in reversed([one for one in self._taken if one[0].step <= most]):
+            self._keepers.where(self._cluster.nodes)  # finds out which have died
+            if all(self._keepers.gather(number, ranks[name], there) for name, there in nodes.items()):
+                where = self._keepers.where(self._cluster.nodes)
+                return {node: folder / place for node, (folder, _) in where.items()}, position
+        return None

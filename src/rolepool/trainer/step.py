@@ -140,9 +140,11 @@ class TrainedCalls(Protocol):
 
     def save_checkpoint(self, folder: str) -> CallFuture: ...
 
-    def load_checkpoint(self, folder: str) -> CallFuture: ...
+    def load_checkpoint(self, folder: Sequence[str]) -> CallFuture:
+        """Load what was saved. There is a folder for each rank, because nodes have different ones."""
 
-    def take_snapshot(self, folder: str, step: int) -> CallFuture: ...
+    def take_snapshot(self, folder: Sequence[str], number: Sequence[int]) -> CallFuture:
+        """Copy the state to shared memory. Here, too, there is a folder for each rank."""
 
 
 class ActorCalls(TrainedCalls, Protocol):

@@ -1,0 +1,190 @@
+"""Keepers of snapshots: one on each node owns the folder in shared memory into which the ranks of that node write.
+
+Owns these folders, and the second copy of each file on another node. The ranks write the files, and the trainer knows
+when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the order in which they are copied, with
+paths relative to the folder. The last one is its marker: without the marker, the others do not count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rolepool.cluster.launch import live_nodes
+from rolepool.errors import one_line
+from rolepool.files import write_atomically
+from rolepool.protocol.futures import CallFuture
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "rolepool-"
+CHUNK_BYTES = 64 * 2**20
+"""How much of a file is sent at once."""
+POLL_S, WRITE_TIMEOUT_S = 0.1, 60.0
+ANSWER_TIMEOUT_S = 600.0
+"""The time in which a keeper must answer, also if it copies a large snapshot."""
+
+Files = Sequence[Path]
+"""The files of a rank. The last one is the marker."""
+NumberOf = Callable[[Sequence[Path]], int | None]
+"""The number of the snapshot in a rank's files; None if they are not complete."""
+
+
+def remove_left_behind(shared_memory: Path) -> None:
+    """Remove the snapshots of processes that were killed. A process that lives holds a lock on its folder."""
+    for folder in shared_memory.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # in use, of another user, or removed meanwhile
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Hold a lock on a folder until this process ends. Raises an OSError if another process holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+class Keeper:
+    """The folder of one node. It answers other keepers while it copies files itself."""
+
+    def __init__(self, number_of: NumberOf, shared_memory: Path = SHARED_MEMORY) -> None:
+        self._number_of = number_of
+        remove_left_behind(shared_memory)
+        # It gets its name when it is locked, because other keepers remove folders without a lock.
+        new = Path(tempfile.mkdtemp(prefix=f".tmp-{PREFIX}{os.getpid()}-", dir=shared_memory))
+        self._handle = _lock(new)
+        self.folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
+
+    @ray.method(concurrency_group="serve")
+    def where(self) -> tuple[Path, int]:
+        """The folder, and the bytes that are free there."""
+        return self.folder, shutil.disk_usage(self.folder).free
+
+    @ray.method(concurrency_group="serve")
+    def number_of(self, files: Files) -> int | None:
+        return self._number_of([self.folder / path for path in files])
+
+    @ray.method(concurrency_group="serve")
+    def read(self, path: Path, offset: int) -> bytes:
+        """The next bytes of a file; none at its end."""
+        with (self.folder / path).open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+
+    def fetch(self, number: int, ranks: Sequence[Files], sources: Sequence[Any], *written: Any) -> bool:
+        """Copy the files of ranks that are not here from a keeper that has them. Returns whether all are here now.
+
+        If `written` are the replies of ranks, a GPU may still write to the files, and this waits for it.
+        """
+        deadline = time.monotonic() + (WRITE_TIMEOUT_S if written else 0)
+        for files, source in product(ranks, sources):
+            with suppress(RayError):  # the source has died
+                while (found := ray.get(source.number_of.remote(files))) is None and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
+                if found == number and self.number_of(files) != number:  # type: ignore[operator]
+                    self._copy(number, files, source)
+        return all(self.number_of(files) == number for files in ranks)  # type: ignore[operator]
+
+    def _copy(self, number: int, files: Files, source: Any) -> None:
+        *others, marker = files
+        for parent in reversed(marker.parents[:-1]):
+            (self.folder / parent).mkdir(exist_ok=True)
+        (self.folder / marker).unlink(missing_ok=True)
+        for path in others:
+            (self.folder / path).touch()
+            with (self.folder / path).open("r+b") as file:  # overwrites its memory, because new pages take longer
+                while chunk := ray.get(source.read.remote(path, file.tell())):
+                    file.write(chunk)
+                file.truncate()
+        text: bytes = ray.get(source.read.remote(marker, 0))
+        if ray.get(source.number_of.remote(files)) == number:  # otherwise its ranks have begun to write the next one
+            write_atomically(self.folder / marker, [text.decode()])
+
+    def remove(self, place: str) -> None:
+        shutil.rmtree(self.folder / place, ignore_errors=True)
+
+    @ray.method(concurrency_group="serve")
+    def close(self) -> None:
+        """Remove the folder. Who still writes to it by its old name gets an error."""
+        with suppress(OSError):
+            shutil.rmtree(self.folder.rename(f"{self.folder}-removed"))
+        os.close(self._handle)
+
+
+class Keepers:
+    """A keeper on each node. If the cluster has the driver's node only, the driver is the keeper itself."""
+
+    def __init__(self, number_of: NumberOf, nodes: Collection[str]) -> None:
+        """Start them. This does not wait until they have started."""
+        self._number_of = number_of
+        is_alone = set(nodes) == {ray.get_runtime_context().get_node_id()} and len(live_nodes()) == 1
+        self._here = Keeper(number_of) if is_alone else None
+        self._actors = {node: self._start(node) for node in nodes if self._here is None}
+
+    def _start(self, node: str) -> Any:
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
+        return actor_class.options(num_cpus=0, scheduling_strategy=where).remote(self._number_of)
+
+    def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
+        """The folder on each node, and the bytes that are free there. A node whose keeper has died is missing."""
+        return self._ask(nodes, "where")
+
+    def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
+        """When the ranks of a role have written their files, copy them to another node. `ranks` has the node, too."""
+        replies = [reply for call in written.calls for reply, _ in call.objects]
+        ring = list(self._actors)
+        for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
+            files = [files for files, there in ranks if there == node]
+            if files and following != node:
+                self._actors[following].fetch.remote(number, files, [self._actors[node]], *replies)
+
+    def gather(self, number: int, ranks: Sequence[Files], nodes: Collection[str]) -> bool:
+        """Copy to each of these nodes what it does not have of a role's snapshot. Returns whether it has all now."""
+        answers = self._ask(nodes, "fetch", number, ranks, list(self._actors.values()))
+        return all(answers.get(node) for node in nodes)
+
+    def remove(self, place: str, nodes: Collection[str]) -> None:
+        """Remove a folder below those of these nodes."""
+        self._ask(nodes, "remove", place)
+
+    def close(self) -> None:
+        """Remove all folders."""
+        self._ask(list(self._actors), "close")
+        self._actors.clear()  # Ray ends an actor to which nobody has a reference
+
+    def _ask(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+        """The answers of the keepers on these nodes. One that does not answer is replaced when it is asked again."""
+        if self._here is not None:
+            return dict.fromkeys(nodes, getattr(self._here, method)(*args))
+        self._actors |= {node: self._start(node) for node in nodes if node not in self._actors}
+        asked = {node: getattr(self._actors[node], method).remote(*args) for node in nodes}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+        answers = {}
+        for node, answer in asked.items():
+            try:
+                answers[node] = ray.get(answer, timeout=0)
+            except RayError as error:
+                logger.warning("the snapshots on node %s are not used: %s", node, one_line(error))
+                del self._actors[node]
+        return answers
