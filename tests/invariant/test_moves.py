@@ -57,7 +57,7 @@ def test_losses_do_not_change_when_a_run_moves(keys: list[str], tmp_path: Path) 
     start = ["placement.strategy=split"]
     assert not differences([*keys, *start], FAST, tmp_path)
     run = read_run(tmp_path / "moving")
-    assert [len(planned.pools) for planned in run.plans] == [2, 1, 1]
+    assert [len(planned.plan.pools) for planned in run.plans] == [2, 1, 1]
 
 
 @pytest.mark.slow

@@ -47,8 +47,9 @@ class SnapshotWriter:
         try:
             self._write(folder, number)
         except (OSError, SafetensorError) as error:
-            logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
             self._is_off = True
+            if folder.parents[1].exists():  # otherwise the run has ended
+                logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
 
     def _write(self, folder: Path, number: int) -> None:
         self.wait()
