@@ -14,6 +14,7 @@ import pytest
 from train_helpers import rows_of, small_keys
 
 from rolepool.data.demo import Demo
+from rolepool.metrics.run_folder import last_step
 
 STEPS = [
     "trainer.n_gpus_per_node=1",
@@ -117,3 +118,30 @@ def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> No
     )
     assert ended.stdout == "True\n", ended.stderr
     assert "trying once more with a longer time limit" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(demo, folder, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1000", "trainer.save_freq=-1")
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rolepool", "move", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    try:
+        wait_for_step(run, folder, 2)
+        refused = ask("trainer.n_gpus_per_node=64", "data.train_batch_size=64")
+        assert refused.returncode == 2 and "a move changes placement" in refused.stderr
+        too_many = ask("trainer.n_gpus_per_node=16")
+        assert too_many.returncode == 2 and "16" in too_many.stderr
+        answer = ask("placement.strategy=split")
+        assert answer.returncode == 0, answer.stderr
+        assert "global_pool [2] -> actor_rollout_ref_pool [1] and critic_pool [1]" in answer.stdout
+        step = last_step(folder)
+        wait_for_step(run, folder, step + 3)
+    finally:
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=TIMEOUT_S)
+    assert "moved after step" in output
