@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import WorkerGroup, find_deaths
 from rolepool.cluster.launch import (
+    Bundles,
     Process,
     Reservation,
     await_all,
@@ -38,6 +39,7 @@ from rolepool.cluster.launch import (
     nodes_with_slots,
     reserve,
     slot_device,
+    substitutes,
 )
 from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
 from rolepool.cluster.private import make_token_private, private_folder
@@ -56,6 +58,7 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
 TAKE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 60.0
+NODE_POLL_S = 0.5
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 PROBE_TIMEOUT_S = 30.0
@@ -118,9 +121,33 @@ class Cluster:
         return {one.node_id: one.address for pool in self.plan.pools for one in self.groups[pool].processes}
 
     @property
+    def num_live_nodes(self) -> int:
+        """How many of the plan's nodes are alive."""
+        return len({node.node_id for node in live_nodes()} & {node.node_id for node in self._reserved.nodes})
+
+    @property
     def has_all_nodes(self) -> bool:
         """Whether all nodes that have processes of the plan are alive."""
         return self.nodes.keys() <= {node.node_id for node in live_nodes()}
+
+    def replace_nodes(self) -> None:
+        """Wait until there is a node for each lost one, and reserve its resources. The pools that were there must be
+        repaired then. Raises PlacementError if there is none in time."""
+        deadline, before = time.monotonic() + self._timeout_s, self._reserved
+        while (nodes := substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    f"a node was lost, and no other node that can replace it joined the cluster within "
+                    f"placement.timeout_s={self._timeout_s:g}; add one, or set placement.on_node_loss=shrink, and run "
+                    "the same command again to resume"
+                )
+            time.sleep(NODE_POLL_S)
+        self._reserved = reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
+
+    def _held(self) -> Bundles:
+        """The bundles on nodes that are alive."""
+        live = {node.node_id for node in live_nodes()}
+        return {place: bundle for place, bundle in self._reserved.bundles.items() if place[0] in live}
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
@@ -151,8 +178,7 @@ class Cluster:
         """Start the processes of these pools of another plan, beside those that run, and let them import the classes of
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
-            held = self._reserved.bundles
-            reserved = reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=held)
+            reserved = reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
             processes = launch(reserved, names, cleanup, run_seed=self._run_seed)
             started = [process for pool in processes.values() for process in pool]
             asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}

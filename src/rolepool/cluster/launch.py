@@ -102,6 +102,19 @@ def nodes_with_slots(device: str, nodes: Sequence[Node]) -> Sequence[Node]:
     return [node for node in nodes if node.slots(device)] or nodes
 
 
+def substitutes(plan: Plan, before: Sequence[Node], live: Sequence[Node], device: str) -> list[Node] | None:
+    """The nodes of a plan with another live node in the place of each lost one; None if there are not enough."""
+    nodes = list(before)
+    for index, node in enumerate(before):
+        gpus = [slot.gpu for pool in plan.pools.values() for slot in pool.slots if slot.node == index]
+        if gpus and node not in live:
+            spare = [one for one in live if one not in nodes and one.slots(device) > max(gpus)]
+            if not spare:
+                return None
+            nodes[index] = spare[0]
+    return nodes
+
+
 def _users_of(node: Node) -> str:
     """Who else uses a node: actors with the drivers of their jobs, and placement groups.
 

@@ -37,7 +37,7 @@ MIN_SIMILARITY = 0.8
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
-NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0, "placement.on_node_loss": "wait"}
+NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0}
 """Keys that training does not implement yet, with the one value that works."""
 
 

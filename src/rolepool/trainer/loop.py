@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -316,11 +317,15 @@ class Trainer:
         """
         start_s = time.monotonic()
         self.num_restarts += 1
-        if not (error.is_death and self.cluster.has_all_nodes) or self.num_restarts > self.config.trainer.max_restarts:
+        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
             raise error
         self._begin("replacing processes")
         try:
-            pools = self.cluster.repair()
+            if self.cluster.has_all_nodes:
+                pools = self.cluster.repair()
+            else:
+                self.observer.on_notice(f"a node was lost; placement.on_node_loss={self.config.placement.on_node_loss}")
+                pools = self._replace_nodes()
             self._build_roles()
             with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
                 self._finish()
@@ -336,14 +341,34 @@ class Trainer:
                 call.get()
             self.monitors.watch()
         except WorkerError as again:
-            if again is error or not self.cluster.has_all_nodes:
-                raise error from None
+            if again is error:
+                raise
             return self._recover(again)
         seconds = time.monotonic() - start_s
         what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"
         self.observer.on_notice(f"{what} ({seconds:.1f} s)")
         self.folder.add_restart(position.step + 1, error.problems[0], position.step + 1, seconds, pools)
         return position.step
+
+    def _replace_nodes(self) -> list[str]:
+        """Start processes instead of those that were on lost nodes. Returns the names of the pools that are new."""
+        if self.config.placement.on_node_loss == "wait":
+            self.cluster.replace_nodes()
+            return self.cluster.repair()
+        config = self.config.with_value("trainer.nnodes", self.cluster.num_live_nodes)
+        plan = build_plan(config)
+        check_move(config, plan, self.cluster.gpu_memory_bytes)
+        prepared = self.cluster.prepare(plan, list(plan.pools), ())
+        self._switch(prepared, replace(self.loaded, config=config), self._last_row + 1)
+        return list(plan.pools)
+
+    def _switch(self, prepared: Prepared, loaded: LoadedConfig, first_step: int) -> None:
+        """Go over to the pools of another plan, which holds from this step on."""
+        self.cluster.switch(prepared)
+        self.loaded, self.config, self.plan = loaded, loaded.config, self.cluster.plan
+        self.snapshots.have_moved()
+        self.folder.add_plan(first_step, self.plan)
+        self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
         """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.
@@ -399,11 +424,7 @@ class Trainer:
         """Replace the pools that the move changes. Their models load the state after this step, from its snapshot or
         from a checkpoint."""
         before = self.roles
-        self.cluster.switch(prepared)
-        self.loaded, self.config, self.plan = move.loaded, move.loaded.config, move.plan
-        self.snapshots.have_moved()
-        self.folder.add_plan(number + 1, self.plan)
-        self.folder.write("config.yaml", self.loaded.to_yaml())
+        self._switch(prepared, move.loaded, number + 1)
         self._build_roles()
         trained = self.roles.trained
         new = {name: role for name, role in trained.items() if role.group is not before.trained[name].group}
