@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster as RayCluster
 from test_recovery import chaos
 
+from rolepool.report.run import read_run
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-BOTH_NODES = """
-trainer.nnodes=2 trainer.n_gpus_per_node=2
-placement.pools.actor_pool=[1,1] placement.pools.rollout_pool=[1] placement.pools.critic_pool=[0,1]
-"""
 SECOND_NODE = """
 trainer.nnodes=2 trainer.n_gpus_per_node=4 placement.pools.actor_pool=[0,2] placement.pools.rollout_pool=[0,1]
 placement.pools.critic_pool=[0,1]
@@ -25,10 +22,7 @@ placement.pools.critic_pool=[0,1]
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[None]:
     """This process on a cluster of two nodes."""
-    options = {"num_cpus": 4, "object_store_memory": 100 * 2**20}
-    cluster = RayCluster(initialize_head=True, head_node_args={"include_dashboard": False, **options})
-    cluster.add_node(**options)
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    cluster = chaos.start_nodes()
     yield
     ray.shutdown()
     cluster.shutdown()
@@ -36,7 +30,7 @@ def two_nodes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def keys(two_nodes: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*chaos.demo_keys(tmp_path_factory.mktemp("demo") / "data"), *BOTH_NODES.split()]
+    return [*chaos.demo_keys(tmp_path_factory.mktemp("demo") / "data"), *chaos.TWO_NODES.split()]
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +62,23 @@ def test_the_only_node_of_the_plan_may_be_another_than_the_drivers(
     assert restart["repeated_from_step"] == 2
     losses = [[row for row in rows if "actor/loss" in row] for rows in (outcome.rows, expected.rows)]
     assert losses[0] == losses[1]
+
+
+def test_another_node_takes_the_place_of_a_lost_one(keys: list[str], expected: Any, tmp_path: Path) -> None:
+    outcome = chaos.run(tmp_path / "run", keys, "node:update")
+    assert outcome.restarts
+    assert outcome.rows == expected.rows
+
+
+def test_pools_are_planned_again_on_the_nodes_that_are_left(keys: list[str], expected: Any, tmp_path: Path) -> None:
+    shrinking = ["placement.on_node_loss=shrink", "trainer.n_gpus_per_node=1", "placement.strategy=split"]
+    removed = [key for key in keys if not key.startswith(("placement.", "trainer.n"))]
+    more = ["trainer.nnodes=2", "placement.split.share=0.5", *shrinking]
+    outcome = chaos.run(tmp_path / "run", [*removed, *more], "node:update")
+    assert outcome.restarts
+    assert [row["step"] for row in outcome.rows] == [row["step"] for row in expected.rows]
+    plans = read_run(tmp_path / "run").plans
+    assert [len(planned.plan.pools["critic_pool"].slots) for planned in plans] == [2, 1]
+    for mine, theirs in zip(outcome.rows, expected.rows, strict=True):
+        if "critic/vf_loss" in theirs:
+            assert mine["critic/vf_loss"] == pytest.approx(theirs["critic/vf_loss"], rel=1e-3)
