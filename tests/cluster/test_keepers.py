@@ -40,15 +40,11 @@ def nodes() -> Iterator[list[str]]:
 
 @pytest.fixture
 def keepers(nodes: list[str]) -> Iterator[Keepers]:
-    before = left_in_shared_memory()
     keepers = Keepers(number_in, nodes)
     yield keepers
+    folders = [folder for folder, _ in keepers.where(nodes).values()]
     keepers.close()
-    assert left_in_shared_memory() <= before
-
-
-def left_in_shared_memory() -> set[Path]:
-    return set(SHARED_MEMORY.glob("*rolepool-*"))
+    assert not [path for folder in folders for path in SHARED_MEMORY.glob(f"{folder.name}*")]
 
 
 def write(folder: Path, rank: int, number: int) -> CallFuture:
