@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.hydra_files import load_file
-from rolepool.config.other_keys import NULL_IS_UNSET, TABLE, find_other, renamed
+from rolepool.config.other_keys import NULL_IS_UNSET, VERL_KEYS, find_other, renamed
 from rolepool.config.schema import SIZE_OR_TOKENS, Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
@@ -279,7 +279,7 @@ def _problem_with(path: str, value: Any) -> str:
 
 def _usual(path: str, value: Any) -> Any:
     """The value in rolepool's own words."""
-    words = TABLE.same_values.get(path, {})
+    words = VERL_KEYS.same_values.get(path, {})
     return words.get(value, value) if isinstance(value, str | int | None) else value
 
 

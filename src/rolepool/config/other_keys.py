@@ -43,19 +43,19 @@ class OtherKeys(Section):
     """The first entry with a pattern that matches decides."""
 
 
-TABLE = read_table(Path(__file__).with_suffix(".yaml"), OtherKeys)
+VERL_KEYS = read_table(Path(__file__).with_suffix(".yaml"), OtherKeys)
 
 
 def renamed(path: str) -> str:
     """The name that rolepool has for this key; the same name if it has no other."""
-    for pattern, name in TABLE.renamed.items():
+    for pattern, name in VERL_KEYS.renamed.items():
         path = re.sub(rf"^{pattern}(?=\.|$)", name, path)
     return path
 
 
 def find_other(path: str) -> OtherKey | None:
     """The entry for a key that rolepool does not have."""
-    for other in TABLE.other_keys:
+    for other in VERL_KEYS.other_keys:
         if any(re.fullmatch(rf"(?:{pattern})(\..*)?", path) for pattern in other.keys):
             return other
     return None

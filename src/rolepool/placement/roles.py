@@ -2,7 +2,8 @@
 
 Owns their names, what each role is (its class, its model, its operations and the keys that limit them), and finding the
 pool of a role. The table of the built-in roles is `roles.yaml`; `register_role` adds a role of your own
-(docs/extending.md). The built-in classes are in `rolepool.roles`; this module imports none of them, so it needs no torch.
+(docs/extending.md). The built-in classes are in `rolepool.roles`; this module imports none of them, so it needs no
+torch.
 """
 
 from __future__ import annotations
