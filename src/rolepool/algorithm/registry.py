@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Needs, check_name, import_object
+from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Known, Needs, check_name, import_object
 from rolepool.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Registry:
     """The functions that one key of the config can name."""
 
-    def __init__(self, key: str, known: dict[str, Needs]) -> None:
+    def __init__(self, key: str, known: Known) -> None:
         self._key, self._known = key, known
         self._functions: dict[str, Callable[..., Any]] = {}
 
