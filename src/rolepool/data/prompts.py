@@ -159,15 +159,10 @@ class PromptSet:
 
     def _with_text(self, row: Row) -> Row:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
-        is_chat = not isinstance(row["prompt"], str)
-        if not is_chat:
-            return {**row, "is_chat": False, "text": row["prompt"]}
-        options = self._data.apply_chat_template_kwargs
-        return {
-            **row,
-            "is_chat": True,
-            "text": render_chat(self._tokenizer, row["prompt"], row["origin"], options=options),
-        }
+        text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
+        if is_chat:
+            text = render_chat(self._tokenizer, text, row["origin"], options=self._data.apply_chat_template_kwargs)
+        return {**row, "is_chat": is_chat, "text": text}
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[list[int]]:
@@ -224,14 +219,9 @@ class PromptLoader:
                 f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
                 f"use at most {len(prompts)}"
             )
-        self._prompts, self._batch_size = prompts, batch_size
-        # What must be the same to resume at a saved position.
-        self._identity: dict[str, Any] = {
-            "num_rows": len(prompts),
-            "digest": prompts.digest,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
+        self._prompts, self._batch_size, self._seed, self._shuffle = prompts, batch_size, seed, shuffle
+        self._identity = {"num_rows": len(prompts), "digest": prompts.digest, "seed": seed, "shuffle": shuffle}
+        """What must be the same to resume at a saved position."""
         self.num_steps_per_epoch = len(prompts) // batch_size
         self.epoch = -1
         """The epoch of the next batch; the first is 0."""
@@ -272,8 +262,8 @@ class PromptLoader:
             epoch, index = epoch + 1, 0
         if epoch != self.epoch:
             self._order = np.arange(len(self._prompts))
-            if self._identity["shuffle"]:
-                np.random.default_rng([self._identity["seed"], epoch]).shuffle(self._order)
+            if self._shuffle:
+                np.random.default_rng([self._seed, epoch]).shuffle(self._order)
         self.epoch, self._index = epoch, index
 
 
