@@ -9,11 +9,9 @@ statistics of a group whose id they have. `index` has one group id (uid) per row
 not know where values and rewards come from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,7 +35,7 @@ class GroupedScores(NamedTuple):
     group_of_row: Tensor
 
     @classmethod
-    def of(cls, rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> GroupedScores:
+    def of(cls, rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> Self:
         if len(index) != len(rewards):
             raise DataError(f"index holds {len(index)} group ids for {len(rewards)} rows")
         num_tokens = response_mask.bool().sum(dim=-1)

@@ -15,10 +15,8 @@ ranks are averaged (the default of DDP and FSDP), multiply the loss by the numbe
 without a 1 in `response_mask` are padding: they add nothing and are not counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -126,7 +124,7 @@ class LossCounts:
     """Divisor of seq-mean-token-sum-norm: the longest possible response, the same in every step."""
 
     @classmethod
-    def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> LossCounts:
+    def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> Self:
         """The counts of a whole mini-batch; loss_scale_factor is by default the width of the mask."""
         mask = response_mask.bool()
         width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor

@@ -11,8 +11,6 @@ clip_cov and kl_cov choose tokens by comparing them with the other tokens of the
 no other losses, depend on how a mini-batch is split into micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A user adds a function with `register_adv_est("name")` or `register_policy_loss(
 into the config. Functions are called with keyword arguments and must accept more than they use (`**kwargs`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

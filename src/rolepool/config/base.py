@@ -3,8 +3,6 @@
 Owns the rules for all keys. Does not know any key by name.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar

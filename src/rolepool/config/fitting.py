@@ -3,8 +3,6 @@
 Owns counting this machine's GPUs and CPU cores. Only keys that the user did not set get such a default.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Container
 from contextlib import suppress

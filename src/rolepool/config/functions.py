@@ -4,8 +4,6 @@ A key holds a known name, or `module:name`. This module does not import rolepool
 torch; `rolepool.algorithm` adds the names that users register.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Collection, Iterable

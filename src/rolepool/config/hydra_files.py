@@ -4,8 +4,6 @@ Owns finding the listed files and merging them. Knows the forms of entries that 
 `group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

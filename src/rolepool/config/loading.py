@@ -4,8 +4,6 @@ Owns merging, `${...}` references (with OmegaConf), what a key means, and the me
 combinations of keys are in `schema`, and what is known about the keys of other trainers in `other_keys`.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json

@@ -4,8 +4,6 @@ Owns finding the file (in a folder, or in the local Hugging Face cache; nothing 
 entries of it, and the messages for a folder that is missing or incomplete.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -3,8 +3,6 @@
 Owns the decision about one key and its value. The table of these keys is `other_keys.yaml`. Does not load a config.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Owns the key tree and the rules that depend on the config alone. Does not read f
 pools and GPU counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ from; the best answer that ignores the prompt earns 1 in 8. Validation prompts d
 Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ Owns the formats, which columns of a row mean what, and a check of all files tha
 `find_problems` is called before training imports anything slow.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from array import array

@@ -11,8 +11,6 @@ run resumes at the same prompt with any placement and batch size.
 Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from array import array

@@ -4,8 +4,6 @@ Owns the child, the time limit of a sample, and what happens to samples that fai
 computes. The child is forked and kept, so that it has everything that the function's file has loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap

@@ -4,8 +4,6 @@ Owns how an answer is found in a response and compared with the ground truth. Im
 that a rule cannot read is reported before training starts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

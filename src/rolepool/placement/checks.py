@@ -5,8 +5,6 @@ sequences must not be longer than the models allow. A failed check is certain an
 (in `estimate`). Advice is a list of overrides that were tried on the estimate and help; none is a guess.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ whether activations are kept. The choice is made once, here, from the GPU's memo
 it. A plan that does not fit is a warning and never stops a run.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress

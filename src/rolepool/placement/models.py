@@ -4,8 +4,6 @@ Owns counting parameters, and which models the native rollout engine can run. `c
 file; the engine itself is in `rolepool.rollout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and wh
 figure comes from the plan and the estimate.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import groupby

@@ -4,8 +4,6 @@ Owns the built-in strategies, one small function each, and the plan of the strat
 outside this module asks which one was chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from rolepool.config import Config

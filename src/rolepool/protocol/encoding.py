@@ -17,8 +17,6 @@ What does not travel: the device (CUDA tensors arrive on the CPU), `requires_gra
 Does not know Ray, or what the tensors mean.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import io
