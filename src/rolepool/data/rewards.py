@@ -246,15 +246,10 @@ def score_batch(reward: Reward, batch: DataProto, responses: Sequence[str]) -> l
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     names = ("data_source", "reward_model", "extra_info", "origin", "uid")
     rows: list[Row] = []
-    for response, *row in zip(responses, *(batch.non_tensor_batch[name] for name in names), strict=True):
-        data_source, reward_model, extra_info, origin, uid = row
-        inputs = {
-            "data_source": data_source,
-            "solution_str": response,
-            "ground_truth": reward_model.get("ground_truth"),
-            "extra_info": extra_info,
-        }
-        rows.append((f"{origin} (uid {uid})", inputs))
+    columns = (batch.non_tensor_batch[name] for name in names)
+    for response, data_source, reward_model, extra_info, origin, uid in zip(responses, *columns, strict=True):
+        inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
+        rows.append((f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True))))
     return reward.score_rows(rows)
 
 
