@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolepool.algorithm.losses import LossCounts, compute_policy_loss_vanilla, compute_value_loss
+from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla, compute_value_loss
 from rolepool.config import Config, load_config
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
