@@ -1,4 +1,4 @@
-"""The plan as text for people and as JSON for programs: everything that `rolepool plan` prints.
+"""A plan with what is known about it, as text for people and as JSON for programs: what `rolepool plan` prints.
 
 Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and what does not fit. Computes nothing: every
 figure comes from the plan and the estimate.
@@ -6,6 +6,7 @@ figure comes from the plan and the estimate.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_uppercase
 
@@ -34,59 +35,78 @@ Overlaps = Sequence[tuple[str, str]]
 """Pairs of operations that can run at the same time."""
 
 
-def plan_as_json(
-    plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, problems: Sequence[str], advice: Sequence[Advice]
-) -> str:
-    """One JSON object: pools, roles, overlaps, memory, problems, advice."""
-    pools = {
-        name: {
-            "roles": {
-                role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
-                for role, part in memory.roles.items()
-            },
-            "overhead_bytes": PROCESS_OVERHEAD_BYTES,
-            "peak_bytes": memory.peak,
-            "peak_role": memory.peak_role,
-            "least_bytes": memory.least,
-            "limit_bytes": memory.limit,
-            "fits": None if memory.limit is None else not memory.excess,
+@dataclass(frozen=True, repr=False)
+class PlanSummary:
+    """A plan and what is known about it. `str()` of it is the text that `rolepool plan` prints."""
+
+    plan: Plan
+    """The pool of each role, and the GPUs of each pool."""
+    overlaps: Sequence[tuple[str, str]]
+    """Pairs of operations that can run at the same time."""
+    memory: MemoryEstimate
+    """The estimated memory of each pool and role."""
+    problems: Sequence[str]
+    """Why training cannot start; `plan` raises them."""
+    warnings: Sequence[str]
+    """What is allowed, and probably not wanted."""
+    advice: Sequence[Advice]
+    """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
+
+    def __str__(self) -> str:
+        return Text.from_ansi(self.to_terminal()).plain
+
+    __repr__ = __str__
+
+    def to_terminal(self) -> str:
+        """The text, with colours if standard output is a terminal."""
+        plan, memory, console = self.plan, self.memory, Terminal(force_jupyter=False)
+        console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
+        nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
+        kind = "CPU slots" if plan.device == "cpu" else "GPUs"
+        used = {slot for pool in plan.pools.values() for slot in pool.slots}
+        gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+        title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
+        parts: list[RenderableType] = [Text(title, style="bold"), ""]
+        parts += [*_grid(plan, console.width), _pool_table(plan, memory), ""]
+        if memory.pools and plan.device != "cpu":
+            parts.extend([_memory_table(plan, memory), ""])
+        for line in (*_notes(plan, self.overlaps, memory), *_warnings(memory, self.advice)):
+            is_long = len(line) > console.width
+            parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
+        with console.capture() as capture:
+            console.print(Group(*parts))
+        return capture.get().rstrip("\n")
+
+    def to_json(self) -> str:
+        """What `rolepool plan --json` prints."""
+        pools = {
+            name: {
+                "roles": {
+                    role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
+                    for role, part in memory.roles.items()
+                },
+                "overhead_bytes": PROCESS_OVERHEAD_BYTES,
+                "peak_bytes": memory.peak,
+                "peak_role": memory.peak_role,
+                "least_bytes": memory.least,
+                "limit_bytes": memory.limit,
+                "fits": None if memory.limit is None else not memory.excess,
+            }
+            for name, memory in self.memory.pools.items()
         }
-        for name, memory in estimate.pools.items()
-    }
-    sizes = {
-        operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
-        | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
-        for operation, size in estimate.micro_batches.items()
-    }
-    document = plan.model_dump(mode="json") | {
-        "overlaps": overlaps,
-        "memory": {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown}
-        | {"snapshot_bytes": estimate.snapshot_bytes},
-        "problems": list(problems),
-        "advice": [{"override": item.override, "excess_bytes": item.excess} for item in advice],
-    }
-    return json.dumps(document, indent=2)
-
-
-def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
-    """The text to print, with colours if standard output is a terminal."""
-    console = Terminal(force_jupyter=False)
-    console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
-    nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
-    kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-    used = {slot for pool in plan.pools.values() for slot in pool.slots}
-    gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
-    title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
-    parts: list[RenderableType] = [Text(title, style="bold"), ""]
-    parts += [*_grid(plan, console.width), _pool_table(plan, estimate), ""]
-    if estimate.pools and plan.device != "cpu":
-        parts.extend([_memory_table(plan, estimate), ""])
-    for line in (*_notes(plan, overlaps, estimate), *_warnings(estimate, advice)):
-        is_long = len(line) > console.width
-        parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
-    with console.capture() as capture:
-        console.print(Group(*parts))
-    return capture.get().rstrip("\n")
+        sizes = {
+            operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
+            | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
+            for operation, size in self.memory.micro_batches.items()
+        }
+        document = self.plan.model_dump(mode="json") | {
+            "overlaps": self.overlaps,
+            "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
+            | {"snapshot_bytes": self.memory.snapshot_bytes},
+            "problems": list(self.problems),
+            "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
+        }
+        return json.dumps(document, indent=2)
 
 
 def _letter(index: int, rank: int | str = "") -> Text:
