@@ -57,12 +57,6 @@ Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role(
 Role.Critic, Role.RewardModel, Role.ActorRollout = Role("critic"), Role("reward_model"), Role("actor_rollout")
 Role.ActorRolloutRef, Role.Env, Role.TeacherModel = Role("actor_rollout_ref"), Role("env"), Role("teacher")
 
-COMBINED_ROLES: dict[Role, tuple[Role, ...]] = {
-    Role.ActorRollout: (Role.Actor, Role.Rollout),
-    Role.ActorRolloutRef: (Role.Actor, Role.Rollout, Role.RefPolicy),
-}
-"""Names for several roles in one pool."""
-
 
 @dataclass(frozen=True)
 class MicroBatchKeys:
@@ -148,6 +142,8 @@ class RoleTable(BaseModel):
     """Work of the driver, which belongs to no role."""
     step: tuple[str, ...]
     """Names of operations, in the order of a step."""
+    combined: dict[Role, tuple[Role, ...]]
+    """Names for several roles in one pool."""
 
 
 def _why_unused(name: str, config: Config) -> str | None:
@@ -162,6 +158,7 @@ def _why_unused(name: str, config: Config) -> str | None:
 
 
 _TABLE = read_table(Path(__file__).with_suffix(".yaml"), RoleTable)
+COMBINED_ROLES = _TABLE.combined
 ROLE_SPECS = {Role(spec.name): replace(spec, why_unused=partial(_why_unused, spec.name)) for spec in _TABLE.roles}
 _BY_NAME = {one.name: one for part in (*(spec.operations for spec in _TABLE.roles), _TABLE.driver) for one in part}
 OPERATIONS = {name: _BY_NAME[name] for name in dict.fromkeys((*_TABLE.step, *_BY_NAME))}
