@@ -26,7 +26,7 @@ from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.hydra_files import load_file
 from rolepool.config.other_keys import NULL_IS_UNSET, VERL_KEYS, find_other, renamed
-from rolepool.config.schema import SIZE_OR_TOKENS, Config, all_keys, all_sections, contradictions
+from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
@@ -352,14 +352,16 @@ def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str],
 
 def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     """Why settings of rolepool's own keys have no effect in this config."""
-    sizes = {
-        f"{key}={show(leaves[key])}": f"{switch}=true limits micro-batches by tokens"
-        for key, switch in SIZE_OR_TOKENS.items()
-        if leaves.get(key) is not None and config.at(switch)
-    }
+    unused: dict[str, str] = {}
+    for key, value in leaves.items():
+        # A size of micro-batches in sequences, and the key of its section that limits them by tokens instead.
+        switch = re.sub(r"(ppo_|forward_)?micro_batch_size_per_gpu$", "use_dynamic_bsz", key)
+        if switch != key and switch in all_keys() and value is not None and config.at(switch):
+            unused[f"{key}={show(value)}"] = f"{switch}=true limits micro-batches by tokens"
     rollout = config.actor_rollout_ref.rollout
-    replaced = {f"actor_rollout_ref.rollout.name={rollout.name}": f"fallback={rollout.engine} generates"}
-    return sizes | (replaced if rollout.engine != rollout.name else {})
+    if rollout.engine != rollout.name:
+        unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = f"fallback={rollout.engine} generates"
+    return unused
 
 
 def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], problems: list[str]) -> Config:

@@ -18,8 +18,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.data.rewards import check_functions
 from rolepool.data.rules import rules_for
 from rolepool.errors import ConfigError, DataError, RolepoolError, explained

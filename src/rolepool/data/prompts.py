@@ -25,8 +25,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.data.files import BadRow, ProblemKinds, Row, check_row, open_rows, used_columns
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto

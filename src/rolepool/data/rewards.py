@@ -21,8 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.config.model_keys import RewardKwargsConfig
 from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rules import RULES, Rule, Score, rule_for

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rolepool.config import Config
+from rolepool.config import Config, show
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, import_object
-from rolepool.config.loading import show
 from rolepool.config.model_files import num_positions, read_model_file
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError

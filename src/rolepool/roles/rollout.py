@@ -16,8 +16,7 @@ from rolepool.config.functions import import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
-from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import ragged
+from rolepool.protocol import DataProto, Dispatch, ragged, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
