@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rolepool.config import Config, show
 from rolepool.config.model_keys import RewardKwargsConfig
-from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rules import RULES, Rule, Score, rule_for
 from rolepool.errors import ConfigError, RolepoolError, explained
 
@@ -191,16 +190,15 @@ class FunctionInFile(NamedTuple):
         return partial(function, **self.kwargs)
 
 
-def functions_of(
-    custom: CustomRewardFunctionConfig, reward: RewardConfig
-) -> dict[str, FunctionInFile | RewardFunction]:
+def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
     """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError."""
+    custom = config.custom_reward_function
     if custom.path is not None:
         file = Path(custom.path).expanduser().absolute()
         setting = f"custom_reward_function.path={file}"
         return {custom.name: FunctionInFile(file, custom.name, setting, custom.reward_kwargs)}
     functions: dict[str, FunctionInFile | RewardFunction] = {}
-    for text in (entry.function for entry in reward.functions):
+    for text in (entry.function for entry in config.reward.functions):
         setting = f"reward.functions={text}"
         path, _, name = text.rpartition(":")
         if text not in RULES and not path.endswith(".py"):
@@ -218,25 +216,24 @@ def check_functions(config: Config) -> None:
     """Raise ConfigError if a rule does not exist or a file of the user has no such function. Does not run the file."""
     if config.custom_reward_function.path == PYTHON_FUNCTION:
         return
-    for function in functions_of(config.custom_reward_function, config.reward).values():
+    for function in functions_of(config).values():
         if isinstance(function, FunctionInFile):
             function.check()
 
 
-def load_reward_function(
-    custom: CustomRewardFunctionConfig, reward: RewardConfig, given: Callable[..., Any] | None = None
-) -> Reward:
+def load_reward_function(config: Config, given: Callable[..., Any] | None = None) -> Reward:
     """The function that a Python program has given, or the functions of the config, or the built-in rules for data
     sources if there is neither."""
+    custom, entries = config.custom_reward_function, config.reward.functions
     if given is not None:
         file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
         setting = f"reward={custom.name}"
         function = FunctionInFile(file, custom.name, setting, custom.reward_kwargs).with_kwargs(given)
         return RewardFunction(function, setting, file)
-    named = functions_of(custom, reward)
-    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
-    if reward.functions:
-        weights = [entry.weight for entry in reward.functions]
+    named = functions_of(config).items()
+    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named}
+    if entries:
+        weights = [entry.weight for entry in entries]
         return WeightedRewards(list(zip(functions, weights, functions.values(), strict=True)))
     return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")
 

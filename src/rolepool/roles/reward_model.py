@@ -85,9 +85,8 @@ class RuleReward(Worker):
     def __init__(self, config: Config, setup: Setup) -> None:
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
-        custom = config.custom_reward_function
-        reward = load_reward_function(custom, config.reward, setup.reward)
-        self.reward = ScoringProcess(reward, custom) if reward.is_users else reward
+        reward = load_reward_function(config, setup.reward)
+        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(
