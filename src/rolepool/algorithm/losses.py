@@ -23,6 +23,9 @@ from torch import Tensor
 
 from rolepool.errors import DataError
 
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""A loss to minimise, and metrics by name."""
+
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 WHITEN_EPSILON = 1e-8

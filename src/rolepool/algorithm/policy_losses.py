@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import MAX_LOG_RATIO, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
+from rolepool.algorithm.losses import MAX_LOG_RATIO, Loss, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
 from rolepool.algorithm.registry import register_policy_loss
 from rolepool.config.model_keys import ActorConfig
 from rolepool.seeds import derive_seed
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-PolicyLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 class Tokens(NamedTuple):
@@ -37,15 +36,15 @@ class Tokens(NamedTuple):
     mask: Tensor
 
 
-TokenLosses = Callable[..., PolicyLoss]
+TokenLosses = Callable[..., Loss]
 """Gets `Tokens`, and takes from the keyword arguments of a policy loss what it needs."""
 
 
-def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., PolicyLoss]]:
+def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., Loss]]:
     """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation of a loss that does
     not use the key loss_agg_mode."""
 
-    def registered(losses_of: TokenLosses) -> Callable[..., PolicyLoss]:
+    def registered(losses_of: TokenLosses) -> Callable[..., Loss]:
         @wraps(losses_of)  # worker processes import the function under the name of the one that it replaces
         def compute(
             old_log_prob: Tensor,
@@ -56,7 +55,7 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
             *,
             counts: LossCounts | None = None,
             **keys: Any,
-        ) -> PolicyLoss:
+        ) -> Loss:
             new, old, advantages = (keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages))
             log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), **keys)
@@ -72,7 +71,7 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
 @_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
     tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
-) -> PolicyLoss:
+) -> Loss:
     """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
 
     L = max(-A r, -A clip(r, 1 - low, 1 + high))
@@ -88,7 +87,7 @@ def compute_policy_loss_vanilla(
 
 
 @_policy_loss("gspo", always="seq-mean-token-mean")
-def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> PolicyLoss:
+def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """GSPO (Zheng et al. 2025): PPO's clipped objective with one ratio for the whole sequence.
 
     s_i  = exp(mean_t d_it)                      at most exp(10)
@@ -105,13 +104,13 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> P
 
 
 @_policy_loss("gpg")
-def compute_policy_loss_gpg(tokens: Tokens, **_: Any) -> PolicyLoss:
+def compute_policy_loss_gpg(tokens: Tokens, **_: Any) -> Loss:
     """GPG (Chu et al. 2025): L = -A log_prob, without a ratio and without metrics."""
     return -tokens.advantages * tokens.log_prob, {}
 
 
 @_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> PolicyLoss:
+def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """Clip-Cov (Cui et al. 2025): PPO's clipped objective without some tokens of high covariance.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -134,7 +133,7 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) 
 
 
 @_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> PolicyLoss:
+def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """KL-Cov (Cui et al. 2025): a KL term for the tokens of highest covariance, and no clipping.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -152,7 +151,7 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) ->
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
-def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) -> PolicyLoss:
+def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """GMPO (Zhao et al. 2025): the geometric mean of clipped ratios of a sequence.
 
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
@@ -171,7 +170,7 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) 
 
 
 @_policy_loss("cispo")
-def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> PolicyLoss:
+def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens keep a gradient.
 
     pg_clipfrac is the fraction of tokens whose ratio is outside of the clip range.

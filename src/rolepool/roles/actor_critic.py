@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
+from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.models.loading import load_critic
@@ -55,9 +55,7 @@ class Actor(TrainedRole):
     def loss_scale_factor(self) -> float:
         return super().loss_scale_factor if self.keys.loss_scale_factor is None else self.keys.loss_scale_factor
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
@@ -133,9 +131,7 @@ class Critic(TrainedRole):
         """One epoch of updates."""
         return self.update(data, ends_step)
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask = self.keys, columns["response_mask"]
         predicted = rows.pad(self._values(rows))
         returns, values = columns["returns"], columns["values"]

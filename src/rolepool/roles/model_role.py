@@ -19,7 +19,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla
+from rolepool.algorithm.losses import Loss, LossCounts
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config
 from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
 from rolepool.config.schema import divisor_near
@@ -49,7 +50,7 @@ class Setup:
     """The plan's micro-batches, by the name of the operation; None uses those that the keys set."""
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
-    policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla
+    policy_loss: Callable[..., Loss] = compute_policy_loss_vanilla
     reward: Callable[..., Any] | None = None
     """The reward function that a Python program has given; None uses the one that the config names."""
 
@@ -191,9 +192,7 @@ class TrainedRole(ModelRole):
         """The divisor of the aggregation seq-mean-token-sum-norm."""
         return float(self.config.data.max_response_length)
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
 
         Columns are on the device, padded on the right: [rows, longest response], with their `response_mask`.
@@ -235,9 +234,7 @@ class TrainedRole(ModelRole):
         used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, gpu_name)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
-    def _loss_of_rows(
-        self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss_of_rows(self, batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
         part: DataProto = batch[rows]
         tokens, kept = TokenRows(part.batch, self.device), kept_lengths(part)
         of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}
