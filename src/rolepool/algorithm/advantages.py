@@ -228,10 +228,8 @@ def compute_advantage(
     estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
-            raise DataError(
-                f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}; "
-                f"they must have the shape of response_mask, {list(response_mask.shape)}"
-            )
+            problem = f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}"
+            raise DataError(f"{problem}; they must have the shape of response_mask, {list(response_mask.shape)}")
     return estimated
 
 
@@ -269,10 +267,9 @@ class KLController:
         target, horizon = self.keys.target_kl, self.keys.horizon
         # One such step could make the coefficient zero or negative, which would reward a larger KL.
         if MAX_PROPORTIONAL_ERROR * num_sequences >= horizon:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step, because one "
-                f"step could change the sign of the KL coefficient; set it above {num_sequences // 5}"
-            )
+            problem = f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step"
+            reason = "because one step could change the sign of the KL coefficient"
+            raise ConfigError(f"{problem}, {reason}; set it above {num_sequences // 5}")
         error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * num_sequences / horizon
 

@@ -97,10 +97,9 @@ class PromptSet:
         place = int(ids.argmax())
         if ids[place] >= size:
             row = int(self._starts.searchsorted(place, side="right")) - 1
-            raise DataError(
-                f"{self._parse(row)['origin']}: the prompt has the token id {ids[place]}, but {model} has only the ids "
-                f"0 to {size - 1}; use the tokenizer of that model, or a model with the same tokens"
-            )
+            problem = f"the prompt has the token id {ids[place]}, but {model} has only the ids 0 to {size - 1}"
+            fix = "use the tokenizer of that model, or a model with the same tokens"
+            raise DataError(f"{self._parse(row)['origin']}: {problem}; {fix}")
 
     def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
@@ -138,11 +137,10 @@ class PromptSet:
             return np.flatnonzero(lengths <= longest)
         if len(overlong) and self._data.truncation == "error":
             first, most = int(overlong[0]), lengths.max()
-            raise DataError(
-                f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key} "
-                f"({len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}). Set data."
-                f"max_prompt_length={most}, data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
-            )
+            problem = f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key}"
+            others = f"{len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}"
+            fix = "data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
+            raise DataError(f"{problem} ({others}). Set data.max_prompt_length={most}, {fix}")
         return np.arange(len(lengths))
 
     def _parse(self, row_number: int, *, check: bool = False) -> Row:
@@ -188,11 +186,9 @@ def render_chat(
         )
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
-        raise BadRow(
-            f"{origin}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
-            "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string",
-            kind="chat template",
-        ) from error
+        problem = f"the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}"
+        fix = "use a model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string"
+        raise BadRow(f"{origin}: {problem}; {fix}", kind="chat template") from error
     return text
 
 
@@ -212,10 +208,8 @@ class PromptLoader:
 
     def __init__(self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if batch_size > len(prompts):
-            raise ConfigError(
-                f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
-                f"use at most {len(prompts)}"
-            )
+            problem = f"{prompts.key} has {len(prompts)} prompts, less than one batch"
+            raise ConfigError(f"data.train_batch_size={batch_size}: {problem}; use at most {len(prompts)}")
         self._prompts, self._batch_size, self._seed, self._shuffle = prompts, batch_size, seed, shuffle
         self._identity = {"num_rows": len(prompts), "digest": prompts.digest, "seed": seed, "shuffle": shuffle}
         """What must be the same to resume at a saved position."""
@@ -244,11 +238,9 @@ class PromptLoader:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
             changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
-            raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data: {changes} (digest is a hash of all "
-                "prompt tokens; seed is data.seed, or trainer.seed if that is null). Undo the change, or start a new "
-                "run with trainer.resume_mode=disable"
-            )
+            words = "digest is a hash of all prompt tokens; seed is data.seed, or trainer.seed if that is null"
+            problem = f"the saved position in {self._prompts.key} belongs to other data: {changes} ({words})"
+            raise DataError(f"{problem}. Undo the change, or start a new run with trainer.resume_mode=disable")
         if epoch < 0 or not 0 <= index < len(self._prompts):
             raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
         self._move_to(epoch, index)

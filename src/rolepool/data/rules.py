@@ -186,10 +186,8 @@ def rule_for(data_source: str) -> Rule:
     if rule is None and data_source.split("/")[-1].lower().startswith("aime"):
         rule = math_dapo
     if rule is None:
-        raise DataError(
-            f"there is no built-in reward for data_source {data_source!r}; set reward.functions to a rule "
-            f"({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
-        )
+        fix = f"set reward.functions to a rule ({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
+        raise DataError(f"there is no built-in reward for data_source {data_source!r}; {fix}")
     return rule
 
 
