@@ -68,11 +68,9 @@ def plan(
     """
     if inventory is not None and not isinstance(inventory, str):
         inventory = ",".join(map(str, inventory))
-    summary = summarise(
-        load_config([load_config(config, **keys), _named(model, placement)]),
-        inventory=None if inventory is None else parse_inventory(inventory),
-        gpu_memory_bytes=detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory)),
-    )
+    nodes = None if inventory is None else parse_inventory(inventory)
+    memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
+    summary = summarise(load_config([load_config(config, **keys), _named(model, placement)]), nodes, memory_bytes)
     if summary.problems:
         raise PlacementError(summary.problems)
     return summary

@@ -56,10 +56,8 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         raise PlacementError(f"placement.strategy=split: {problem}; use placement.strategy=standard")
     share = config.placement.split.share
     actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
-    pools = {
-        ACTOR_POOL: {"per_node": actor, "share": share or 1.0},
-        CRITIC_POOL: {"per_node": critic, "share": share or 1.0},
-    }
+    per_node = {ACTOR_POOL: actor, CRITIC_POOL: critic}
+    pools = {name: {"per_node": counts, "share": share or 1.0} for name, counts in per_node.items()}
     roles = {role: CRITIC_POOL if ROLE_SPECS[role].has_scalar_head else ACTOR_POOL for role in needed}
     return ResourcePoolManager(pools, roles)
 
@@ -69,9 +67,8 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     placement, (needed, unused) = config.placement, needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
     if not placement.pools:
-        raise PlacementError(
-            "placement.pools={}: placement.strategy=custom needs pools, such as placement.pools.big=[4]"
-        )
+        needed = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
+        raise PlacementError(f"placement.pools={{}}: {needed}")
     specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
     everything = ResourcePoolManager(specs, written)
     problems = [
