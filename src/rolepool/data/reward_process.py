@@ -25,7 +25,6 @@ SEND_S = 0.05
 """The child sends its results at most so often, because a message for each sample takes longer than a simple rule."""
 FAILED = "failed"
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 Outcomes = dict[int, Scored | RewardError]
 """The results of samples, by their number in the batch."""
@@ -118,7 +117,7 @@ class ScoringProcess(Reward):
 
     def _serve(self, channel: Connection) -> None:
         """Score what arrives, until the parent ends."""
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed while a function runs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed while a function runs
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

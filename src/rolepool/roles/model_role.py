@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rolepool.algorithm.losses import Loss, LossCounts
 from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config
-from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
+from rolepool.config.model_keys import RefFsdpConfig
 from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
@@ -147,12 +147,10 @@ class ModelRole(Worker):
         return [] if section is None else offloads(section, self.config.at(section), self.device)
 
 
-def offloads(section: str, fsdp: FsdpConfig | RefFsdpConfig, device: str) -> list[str]:
+def offloads(section: str, fsdp: RefFsdpConfig, device: str) -> list[str]:
     """What could still be kept in host memory while the role is idle, the larger part first; nothing on a CPU."""
-    away = {"param_offload": fsdp.param_offload}
-    if isinstance(fsdp, FsdpConfig):
-        away = {"optimizer_offload": fsdp.optimizer_offload, **away}
-    return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away and device != "cpu"]
+    values = {} if device == "cpu" else fsdp.model_dump()
+    return [f"{section}.{key}=true" for key in ("optimizer_offload", "param_offload") if values.get(key) is False]
 
 
 class TrainedRole(ModelRole):

@@ -7,7 +7,6 @@ model is a subclass with another `role` (docs/extending.md).
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -103,8 +102,5 @@ class RuleReward(Worker):
             scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, map(len, responses), strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        arrays = {
-            NUMBERS: np.fromiter((row.numbers for row in scored), object),
-            PRED: np.fromiter((row.pred for row in scored), object),
-        }
-        return DataProto.from_dict({"scores": scores}, non_tensors=arrays)
+        others = {NUMBERS: [row.numbers for row in scored], PRED: [row.pred for row in scored]}
+        return DataProto.from_dict({"scores": scores}, non_tensors=others)

@@ -84,9 +84,8 @@ class Rollout(ModelRole):
 
     def smaller(self, method: str) -> list[str]:
         section, own = self.spec.section, []
-        num_at_once = min(
-            self.keys.max_num_seqs, self.config.data.train_batch_size * self.keys.n // self.context.dp_size
-        )
+        num_sequences = self.config.data.train_batch_size * self.keys.n // self.context.dp_size
+        num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
             own.append(f"{section}.max_num_seqs={num_at_once // 2}")
         num_parallel = 2 * self.keys.tensor_model_parallel_size
