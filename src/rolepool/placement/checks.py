@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from rolepool.config import Config, show
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, import_object
-from rolepool.config.model_files import num_positions, read_model_file
+from rolepool.config.model_files import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, peak_by_role
-from rolepool.placement.models import read_shape, why_not_native, why_not_parallel
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.placement.strategies import build_plan

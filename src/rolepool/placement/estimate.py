@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rolepool.config import Config
+from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.config.model_keys import FsdpConfig
-from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rolepool.algorithm.losses import Loss, LossCounts
 from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config
+from rolepool.config.model_files import ModelShape, ShapeUnknown
 from rolepool.config.model_keys import RefFsdpConfig
 from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
@@ -33,7 +34,6 @@ from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
-from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.batching import IS_PADDING_KEY
