@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PYTHON_FUNCTION = "(a Python function)"
 """Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
 
+SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid")
+"""The columns that `score_batch` reads."""
 NUMBERS, PRED = "reward_numbers", "pred"
 """The columns of scored rows with the other numbers of each response, as a dict, and with its answer or None."""
 
@@ -240,9 +242,8 @@ def load_reward_function(config: Config, given: Callable[..., Any] | None = None
 
 def score_batch(reward: Reward, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
-    names = ("data_source", "reward_model", "extra_info", "origin", "uid")
     rows: list[Row] = []
-    columns = (batch.non_tensor_batch[name] for name in names)
+    columns = (batch.non_tensor_batch[name] for name in SCORED_COLUMNS)
     for response, data_source, reward_model, extra_info, origin, uid in zip(responses, *columns, strict=True):
         inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
         rows.append((f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True))))

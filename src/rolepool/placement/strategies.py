@@ -4,7 +4,7 @@ Owns the built-in strategies, one small function each, and the plan of the strat
 outside this module asks which one was chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rolepool.config import Config
 from rolepool.config.functions import import_object
@@ -13,7 +13,6 @@ from rolepool.placement.plan import Plan, ResourcePoolManager, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
 GpusPerNode = Sequence[int]
-Strategy = Callable[[Config, GpusPerNode], ResourcePoolManager]
 
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
@@ -87,7 +86,7 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     return ResourcePoolManager(specs, roles)
 
 
-STRATEGIES: dict[str, Strategy] = {"standard": standard, "split": split, "custom": custom}
+STRATEGIES = {"standard": standard, "split": split, "custom": custom}
 
 
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:

@@ -91,10 +91,9 @@ class DataProto:
 
         Non-tensors that are not arrays (usually lists) become 1-d object arrays with one entry per row.
         """
+        non_tensors = non_tensors or {}
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
-            raise DataError(
-                f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors or ())}"
-            )
+            raise DataError(f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors)}")
         batch = None
         if tensors:
             _check_tensors(tensors)
@@ -105,7 +104,7 @@ class DataProto:
             batch = TensorDict(dict(tensors), batch_size)
         arrays = {
             key: value if isinstance(value, np.ndarray) else np.fromiter(value, object)
-            for key, value in (non_tensors or {}).items()
+            for key, value in non_tensors.items()
         }
         padding = {AUTO_PADDING_KEY: True} if auto_padding else {}
         return cls(batch, arrays, {**(meta_info or {}), **padding})

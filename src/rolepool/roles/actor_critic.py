@@ -42,9 +42,7 @@ class Actor(TrainedRole):
         return self.in_micro_batches("compute_log_prob", data, score)
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
-        blocking=False,
-        reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
+        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob")
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""

@@ -15,7 +15,14 @@ from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.reward_process import ScoringProcess
 from rolepool.data.reward_texts import READS, reward_texts
-from rolepool.data.rewards import NUMBERS, PRED, load_reward_function, score_batch, with_overlong_penalty
+from rolepool.data.rewards import (
+    NUMBERS,
+    PRED,
+    SCORED_COLUMNS,
+    load_reward_function,
+    score_batch,
+    with_overlong_penalty,
+)
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -88,11 +95,7 @@ class RuleReward(Worker):
         self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*TOKENS, "data_source", "reward_model", "extra_info", "origin", "uid"),
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *SCORED_COLUMNS))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function returns."""
         responses = rows_of_responses(data.batch)
