@@ -25,7 +25,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import advise, find_problems, find_warnings
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
-from rolepool.placement.render import PlanSummary
+from rolepool.placement.render import PlanSummary as PlanSummary
 from rolepool.report.run import read_run
 
 if TYPE_CHECKING:

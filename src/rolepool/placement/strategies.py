@@ -66,8 +66,8 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     placement, (needed, unused) = config.placement, needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
     if not placement.pools:
-        needed = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
-        raise PlacementError(f"placement.pools={{}}: {needed}")
+        reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
+        raise PlacementError(f"placement.pools={{}}: {reason}")
     specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
     everything = ResourcePoolManager(specs, written)
     problems = [
