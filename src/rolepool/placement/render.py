@@ -5,7 +5,7 @@ figure comes from the plan and the estimate.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_uppercase
@@ -70,7 +70,9 @@ class PlanSummary:
         parts += [*_grid(plan, console.width), _pool_table(plan, memory), ""]
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
-        for line in (*_notes(plan, self.overlaps, memory), *_warnings(memory, self.advice)):
+        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
+        lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
+        for line in lines:
             is_long = len(line) > console.width
             parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
         with console.capture() as capture:
@@ -189,12 +191,13 @@ def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     return table
 
 
-def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Text]:
-    notes = [
-        ("overlap", f"{one} with {', '.join(other for _, other in pairs)}")
-        for one, pairs in groupby(overlaps, key=lambda pair: pair[0])
-    ] or [("overlap", "none, all operations run one after another")]
-    notes += [("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()]
+def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    """The title and the text of each note."""
+    for one, pairs in groupby(overlaps, key=lambda pair: pair[0]):
+        yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"
+    if not overlaps:
+        yield "overlap", "none, all operations run one after another"
+    yield from (("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items())
     if plan.device != "cpu":
         names: dict[tuple[str, str], list[str]] = {}
         for operation, size in estimate.micro_batches.items():
@@ -204,29 +207,22 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
             names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(operation)
         for role, reason in estimate.unknown.items():
             names.setdefault(("memory unknown", reason), []).append(role)
-        notes += [(title, f"{', '.join(names[title, text])}: {text}") for title, text in names]
+        yield from ((title, f"{', '.join(names[title, text])}: {text}") for title, text in names)
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            unlimited = "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
-            notes.append(("memory", unlimited))
+            yield "memory", "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
         if plan.mps and plan.sharing_pools:
-            nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
-            notes.append(("CUDA MPS", nodes))
+            yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
     if estimate.snapshot_bytes > GIB // 10:
-        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm, to go on if a process dies"
-        notes.append(("snapshots", needed))
-    return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
+        yield "snapshots", f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm, to go on if a process dies"
 
 
-def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:
-    lines = [
-        f"warning: {name} does not fit by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes "
-        "(an estimate; it does not stop the run)"
-        for name, memory in estimate.pools.items()
-        if memory.excess
-    ]
-    if lines and not advice:
-        lines.append("  no change that was tried helps; use more GPUs or a smaller model")
+def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:
+    for name, memory in estimate.pools.items():
+        if memory.excess:
+            amount = f"by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes"
+            yield f"warning: {name} does not fit {amount} (an estimate; it does not stop the run)"
+    if estimate.excess and not advice:
+        yield "  no change that was tried helps; use more GPUs or a smaller model"
     for item in advice:
         effect = f"still {item.excess / GIB:.1f} GiB too much" if item.excess else "fits"
-        lines.append(f"  try {item.override}  {effect}")
-    return [Text(line, style="yellow") for line in lines]
+        yield f"  try {item.override}  {effect}"
