@@ -59,9 +59,8 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
             new, old, advantages = (keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages))
             log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), **keys)
-            return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), {
-                key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()
-            }
+            means = {key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()}
+            return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), means
 
         return register_policy_loss(name)(compute)
 

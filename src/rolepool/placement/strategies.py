@@ -70,11 +70,8 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         raise PlacementError(f"placement.pools={{}}: {reason}")
     specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
     everything = ResourcePoolManager(specs, written)
-    problems = [
-        f"placement.roles.{role}=null: the role has no pool; set it to one of {', '.join(specs)}"
-        for role in needed
-        if role not in everything.roles
-    ]
+    fix, missing = f"set it to one of {', '.join(specs)}", [role for role in needed if role not in everything.roles]
+    problems = [f"placement.roles.{role}=null: the role has no pool; {fix}" for role in missing]
     roles = {role: pool for role, pool in everything.roles.items() if role in needed}
     for name in [name for name in specs if name not in roles.values()]:
         skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]

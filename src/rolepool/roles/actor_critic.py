@@ -130,12 +130,9 @@ class Critic(TrainedRole):
         return self.update(data, ends_step)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
-        keys, mask = self.keys, columns["response_mask"]
-        predicted = rows.pad(self._values(rows))
-        returns, values = columns["returns"], columns["values"]
-        loss, clip_fraction = compute_value_loss(
-            predicted, returns, values, mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
-        )
+        mask, clip, mode = columns["response_mask"], self.keys.cliprange_value, self.keys.loss_agg_mode
+        predicted, returns, values = rows.pad(self._values(rows)), columns["returns"], columns["values"]
+        loss, clip_fraction = compute_value_loss(predicted, returns, values, mask, clip, mode, counts=counts)
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
 
