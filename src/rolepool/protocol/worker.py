@@ -273,10 +273,8 @@ def explain_out_of_memory(who: str, error: BaseException, device: str, remedies:
     amount = "more memory" if wanted is None else show_bytes(wanted)
     place = "in host memory" if device == "cpu" else "on its GPU"
     advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
-    return [
-        f"{who} is out of memory: it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}",
-        f"{advice} in docs/troubleshooting.md, under Memory",
-    ]
+    problem = f"it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}"
+    return [f"{who} is out of memory: {problem}", f"{advice} in docs/troubleshooting.md, under Memory"]
 
 
 def wanted_bytes(error: BaseException) -> int | None:
