@@ -228,11 +228,9 @@ def _name_to_send(function: Callable[..., Any]) -> str:
     import cloudpickle
 
     name = getattr(function, "__name__", type(function).__name__)
-    try:
+    fix = "create what cannot be copied inside the function"
+    with explained(f"reward={name}: cannot be sent to the reward workers", fix, Exception):  # it may raise anything
         cloudpickle.dumps(function)
-    except Exception as error:  # pickling may call any code
-        fix = "create what cannot be copied inside the function"
-        raise ConfigError(f"reward={name}: cannot be sent to the reward workers ({one_line(error)}); {fix}") from error
     return str(name)
 
 

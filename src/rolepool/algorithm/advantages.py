@@ -217,14 +217,12 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 
 @torch.no_grad()
-def compute_advantage(
-    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
-) -> Estimate:
+def compute_advantage(adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any) -> Estimate:
     """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
     for name in adv_estimators.needs_of(adv_estimator):
-        if inputs.get(name) is None:
+        if more.get(name) is None:
             raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
-    inputs = {**inputs, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
+    inputs = {**more, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
     estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:

@@ -36,8 +36,7 @@ class Actor(TrainedRole):
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
-            entropy_sums = rows.pad(entropies.double()).sum(dim=1)
-            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": entropy_sums}
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": rows.pad(entropies.double()).sum(dim=1)}
 
         return self.in_micro_batches("compute_log_prob", data, score)
 

@@ -39,6 +39,9 @@ from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
 
+Compute = Callable[[TokenRows], Mapping[str, Tensor]]
+"""Computes columns from the tokens of a micro-batch."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -110,9 +113,7 @@ class ModelRole(Worker):
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 
-    def in_micro_batches(
-        self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
-    ) -> DataProto:
+    def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
         """The columns that the model computes from micro-batches of tokens, in the order of rows, in host memory."""
         tokens = data.select(list(TOKENS), [], [])
         split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
@@ -209,10 +210,9 @@ class TrainedRole(ModelRole):
         with self.trained.on_device(training=True):
             counts = count_losses(map(kept_lengths, batches), self.loss_scale_factor, self.device)
             splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
-            of_batches = [
-                self.trained.step(split, partial(self._loss_of_rows, batch, count))
-                for batch, count, split in zip(batches, counts, splits, strict=True)
-            ]
+            of_batches = []
+            for batch, count, split in zip(batches, counts, splits, strict=True):
+                of_batches.append(self.trained.step(split, partial(self._loss_of_rows, batch, count)))
             names = list(of_batches[0])
             numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
             columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
