@@ -136,9 +136,7 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     without_effect, warnings = _judge(others, problems)
     config = _validate(resolved, broken, leaves, problems)
     if fitted := fitted_defaults(config, leaves):
-        for path, value in fitted.items():
-            OmegaConf.update(resolved, path, value)
-        config = _validate(resolved, broken, leaves, [])
+        config = _validate(_set_all(resolved, fitted), broken, leaves, [])
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -296,9 +294,13 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
 @lru_cache(maxsize=1)
 def _defaults(paths: tuple[str, ...]) -> DictConfig:
     """The default of every key; a default that follows another key is a `${...}`."""
-    tree = OmegaConf.create()
-    for key in (all_keys()[path] for path in paths):
-        OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
+    return _set_all(OmegaConf.create(), {path: all_keys()[path].default for path in paths})
+
+
+def _set_all(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Set these keys of the tree, and return it."""
+    for path, value in values.items():
+        OmegaConf.update(tree, path, value, merge=False, force_add=True)
     return tree
 
 
@@ -308,12 +310,8 @@ def _resolve(leaves: dict[str, Any], others: dict[str, Any], problems: list[str]
     A reference may also name a key that rolepool does not have, if the user set it. Values of `others` are resolved in
     place.
     """
-    tree, broken = copy.deepcopy(_defaults(tuple(all_keys()))), set[str]()
-    for path, value in leaves.items():
-        OmegaConf.update(tree, path, value, merge=False)
-    whole = copy.deepcopy(tree)
-    for path, value in others.items():
-        OmegaConf.update(whole, path, value, merge=False, force_add=True)
+    tree, broken = _set_all(copy.deepcopy(_defaults(tuple(all_keys()))), leaves), set[str]()
+    whole = _set_all(copy.deepcopy(tree), others)
     for path, value in others.items():
         with suppress(*UNPARSABLE):
             others[path] = _resolved(whole, path) if "${" in str(value) else value
@@ -369,8 +367,7 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], proble
 
     A key that follows a wrong key is wrong too, but the user did not write it: only the written key is reported.
     """
-    for path in broken:
-        OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
+    _set_all(tree, {path: all_keys()[path].default for path in broken})
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:

@@ -152,7 +152,6 @@ class Reference(ModelRole):
         """Log-probs of the response tokens under the weights before training."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
-            log_probs, _ = self.log_probs(rows)
-            return {"ref_log_prob": rows.ragged(log_probs)}
+            return {"ref_log_prob": rows.ragged(self.log_probs(rows)[0])}
 
         return self.in_micro_batches("compute_ref_log_prob", data, score)
