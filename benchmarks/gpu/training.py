@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolepool.algorithm.losses import LossCounts, compute_policy_loss_vanilla, compute_value_loss
+from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla, compute_value_loss
 from rolepool.config import Config, load_config
+from rolepool.config.model_files import ModelShape, read_shape
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.training import TrainedModel
-from rolepool.placement.models import ModelShape, read_shape
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in

@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.text import Text
 
 from rolepool.config import Config, LoadedConfig
 from rolepool.config import load_config as load_files
@@ -24,10 +22,10 @@ from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import Advice, advise, find_problems, find_warnings
-from rolepool.placement.estimate import MemoryEstimate, estimate_memory
+from rolepool.placement.checks import advise, find_problems, find_warnings
+from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
-from rolepool.placement.render import plan_as_json, plan_as_text
+from rolepool.placement.render import PlanSummary as PlanSummary
 from rolepool.report.run import read_run
 
 if TYPE_CHECKING:
@@ -70,11 +68,9 @@ def plan(
     """
     if inventory is not None and not isinstance(inventory, str):
         inventory = ",".join(map(str, inventory))
-    summary = summarise(
-        load_config([load_config(config, **keys), _named(model, placement)]),
-        inventory=None if inventory is None else parse_inventory(inventory),
-        gpu_memory_bytes=detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory)),
-    )
+    nodes = None if inventory is None else parse_inventory(inventory)
+    memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
+    summary = summarise(load_config([load_config(config, **keys), _named(model, placement)]), nodes, memory_bytes)
     if summary.problems:
         raise PlacementError(summary.problems)
     return summary
@@ -188,37 +184,6 @@ class Run:
         return Path(folder)
 
 
-@dataclass(frozen=True, repr=False)
-class PlanSummary:
-    """A plan and what is known about it. `str()` of it is the text that `rolepool plan` prints."""
-
-    plan: Plan
-    """The pool of each role, and the GPUs of each pool."""
-    overlaps: Sequence[tuple[str, str]]
-    """Pairs of operations that can run at the same time."""
-    memory: MemoryEstimate
-    """The estimated memory of each pool and role."""
-    problems: Sequence[str]
-    """Why training cannot start; `plan` raises them."""
-    warnings: Sequence[str]
-    """What is allowed, and probably not wanted."""
-    advice: Sequence[Advice]
-    """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
-
-    def __str__(self) -> str:
-        return Text.from_ansi(self.to_terminal()).plain
-
-    __repr__ = __str__
-
-    def to_terminal(self) -> str:
-        """The text, with colours if standard output is a terminal."""
-        return plan_as_text(self.plan, self.overlaps, self.memory, self.advice)
-
-    def to_json(self) -> str:
-        """What `rolepool plan --json` prints."""
-        return plan_as_json(self.plan, self.overlaps, self.memory, self.problems, self.advice)
-
-
 def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
     if "trainer.n_gpus_per_node" not in loaded.set_keys:
@@ -272,11 +237,9 @@ def _name_to_send(function: Callable[..., Any]) -> str:
     import cloudpickle
 
     name = getattr(function, "__name__", type(function).__name__)
-    try:
+    fix = "create what cannot be copied inside the function"
+    with explained(f"reward={name}: cannot be sent to the reward workers", fix, Exception):  # it may raise anything
         cloudpickle.dumps(function)
-    except Exception as error:  # pickling may call any code
-        fix = "create what cannot be copied inside the function"
-        raise ConfigError(f"reward={name}: cannot be sent to the reward workers ({one_line(error)}); {fix}") from error
     return str(name)
 
 

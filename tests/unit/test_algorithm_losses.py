@@ -23,10 +23,10 @@ from torch import Tensor
 from rolepool.algorithm.losses import (
     LossCounts,
     agg_loss,
-    compute_policy_loss_vanilla,
     compute_value_loss,
     masked_kl_penalty,
 )
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config.functions import POLICY_LOSSES
 
 C, VALUE_CLIP = 3.0, 0.5

@@ -142,8 +142,8 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path, monkeypatch: py
 
 
 def test_a_making_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_tokenizer", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr(demo, "MODEL_FILES", Path("no such folder"))
+    with pytest.raises(FileNotFoundError):
         make_demo(tmp_path / "demo")
     assert names_in(tmp_path) == []
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rolepool.config import load_config
-from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
@@ -42,11 +41,11 @@ def batch(**changes: Any) -> DataProto:
 def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction | WeightedRewards:
     file = folder / "my_reward.py"
     file.write_text(text, encoding="utf-8")
-    return load_reward_function(CustomRewardFunctionConfig(path=str(file), name=name), RewardConfig())
+    return load_reward_function(load_config([{"custom_reward_function": {"path": file, "name": name}}]).config)
 
 
 def built_in() -> RewardFunction | WeightedRewards:
-    return load_reward_function(CustomRewardFunctionConfig(), RewardConfig())
+    return load_reward_function(load_config().config)
 
 
 def test_rows_of_one_batch_may_have_different_rules() -> None:
@@ -232,15 +231,14 @@ def test_the_penalty_for_overlong_responses_is_that_of_dapo() -> None:
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py: .*No such file or directory"):
-        load_reward_function(CustomRewardFunctionConfig(path="nowhere.py"), RewardConfig())
+        load_reward_function(load_config(overrides=["custom_reward_function.path=nowhere.py"]).config)
 
 
 # Several functions
 
 
 def of_keys(*overrides: str) -> RewardFunction | WeightedRewards:
-    config = load_config(overrides=overrides).config
-    return load_reward_function(config.custom_reward_function, config.reward)
+    return load_reward_function(load_config(overrides=overrides).config)
 
 
 MINE = """

@@ -135,7 +135,7 @@ def test_config_shows_the_number_and_explains_where_it_comes_from(rolepool: Role
 )
 def test_an_estimator_that_compares_responses_warns_if_there_is_one(overrides: str, warns: bool) -> None:
     config = load_config(overrides=overrides.split()).config
-    warnings = find_warnings(config, build_plan(config), on_cpus=False)
+    warnings = list(find_warnings(config, build_plan(config), on_cpus=False))
     assert len(warnings) == warns
     assert all(warning.startswith("actor_rollout_ref.rollout.n=1: algorithm.adv_estimator=") for warning in warnings)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rolepool.config import load_config
+from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.models.training import model_utilization
 from rolepool.placement import Role, build_plan
 from rolepool.placement.estimate import (
@@ -31,7 +32,6 @@ from rolepool.placement.estimate import (
     held_model,
     peak_by_role,
 )
-from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 
 ROOT = Path(__file__).parent.parent.parent
 DEEPSEEK = f"actor_rollout_ref.model.path={ROOT / 'recipes/shapes/deepseek-llm-7b-chat'}"

@@ -14,7 +14,7 @@ from rolepool.placement import Plan, ResourcePoolManager, Role, build_plan
 from rolepool.placement.checks import Advice, find_problems
 from rolepool.placement.estimate import MemoryEstimate, PoolMemory, RoleMemory, estimate_memory
 from rolepool.placement.plan import ResourcePool, Slot, place
-from rolepool.placement.render import plan_as_text
+from rolepool.placement.render import PlanSummary
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.placement.strategies import needed_roles
 
@@ -258,7 +258,8 @@ def test_no_line_of_a_plan_is_longer_than_80_and_nothing_is_cut_off(
     shown: tuple[Plan, MemoryEstimate], overlaps: list[tuple[str, str]]
 ) -> None:
     plan, estimate = shown
-    text = plan_as_text(plan, overlaps, estimate, [Advice({"some.key": "x" * 50, "another.key": "y" * 50}, 5 * GIB)])
+    advice = [Advice({"some.key": "x" * 50, "another.key": "y" * 50}, 5 * GIB)]
+    text = PlanSummary(plan, overlaps, estimate, [], [], advice).to_terminal()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     letters = Counter(text.replace("\n", ""))

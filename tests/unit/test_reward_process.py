@@ -16,7 +16,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
+from rolepool.config import load_config
 from rolepool.data.reward_process import ScoringProcess
 from rolepool.data.rewards import RewardError, Row, SampleError, load_reward_function
 
@@ -24,8 +24,9 @@ OnError = Literal["abort", "zero"]
 
 
 def process_of(function: Callable[..., Any], timeout_s: float = 30.0, on_error: OnError = "zero") -> ScoringProcess:
-    keys = CustomRewardFunctionConfig(name="mine", timeout_s=timeout_s, on_error=on_error)
-    return ScoringProcess(load_reward_function(keys, RewardConfig(), function), keys)
+    keys = {"name": "mine", "timeout_s": timeout_s, "on_error": on_error}
+    config = load_config([{"custom_reward_function": keys}]).config
+    return ScoringProcess(load_reward_function(config, function), config.custom_reward_function)
 
 
 def rows(*responses: str) -> list[Row]:
@@ -143,7 +144,7 @@ process.score_rows(rows("spin in C"))
 
 
 def test_a_batch_of_cheap_rows_costs_little_more_than_in_this_process() -> None:
-    function = load_reward_function(CustomRewardFunctionConfig(name="mine"), RewardConfig(), misbehave)
+    function = load_reward_function(load_config(overrides=["custom_reward_function.name=mine"]).config, misbehave)
     process, batch = process_of(misbehave, on_error="abort"), rows(*["some words of a response"] * 2000)
     process.score_rows(batch)
     gc.collect()

@@ -13,8 +13,8 @@ from torch import Tensor, multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine_contract import ROUNDING, check_weight_updates
+from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, RolepoolError
-from rolepool.placement.models import why_not_parallel
 from rolepool.rollout import Completion, NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 from same_tokens import noise_on_logits, token_ids

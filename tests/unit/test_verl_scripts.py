@@ -12,7 +12,7 @@ from rolepool.api import summarise
 from rolepool.command_line import Parser, load_words
 from rolepool.config import LoadedConfig, load_config
 from rolepool.config.loading import unknown_key
-from rolepool.config.other_keys import OTHER_KEYS, RENAMED, SAME_VALUES, renamed
+from rolepool.config.other_keys import VERL_KEYS, renamed
 from rolepool.config.schema import all_keys, all_sections
 from rolepool.errors import ConfigError
 
@@ -113,7 +113,7 @@ def test_other_names_stand_for_keys_that_exist() -> None:
 
 
 def test_every_other_name_of_a_value_is_accepted() -> None:
-    for key, values in SAME_VALUES.items():
+    for key, values in VERL_KEYS.same_values.items():
         for written, meant in values.items():
             assert load_config([{key: written}]).value_of(key) == meant
     assert load("trainer.test_freq=False").config.trainer.test_freq == -1
@@ -184,7 +184,7 @@ def test_a_key_that_would_change_results_is_refused_with_the_reason(setting: str
 
 
 def test_reasons_name_keys_that_exist() -> None:
-    for other in OTHER_KEYS:
+    for other in VERL_KEYS.other_keys:
         for named in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", other.reason):
             assert named in all_keys() or named in all_sections() or named == "chat_template.jinja", other
 
@@ -312,8 +312,9 @@ def test_the_options_of_hydra_name_a_file(tmp_path: Path) -> None:
 
 
 def test_every_pattern_can_match() -> None:
-    for pattern in RENAMED:
+    for pattern in VERL_KEYS.renamed:
         re.compile(pattern)
-    for other in OTHER_KEYS:
+    for other in VERL_KEYS.other_keys:
         assert other.reason
-        re.compile(other.pattern)
+        for pattern in other.keys:
+            re.compile(pattern)

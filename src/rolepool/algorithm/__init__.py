@@ -9,7 +9,6 @@ from rolepool.algorithm.advantages import apply_kl_penalty as apply_kl_penalty
 from rolepool.algorithm.advantages import compute_advantage as compute_advantage
 from rolepool.algorithm.losses import LossCounts as LossCounts
 from rolepool.algorithm.losses import agg_loss as agg_loss
-from rolepool.algorithm.losses import compute_policy_loss_vanilla as compute_policy_loss_vanilla
 from rolepool.algorithm.losses import compute_value_loss as compute_value_loss
 from rolepool.algorithm.losses import keep_masked as keep_masked
 from rolepool.algorithm.losses import kl_penalty as kl_penalty
@@ -22,5 +21,6 @@ from rolepool.algorithm.policy_losses import compute_policy_loss_geo_mean as com
 from rolepool.algorithm.policy_losses import compute_policy_loss_gpg as compute_policy_loss_gpg
 from rolepool.algorithm.policy_losses import compute_policy_loss_gspo as compute_policy_loss_gspo
 from rolepool.algorithm.policy_losses import compute_policy_loss_kl_cov as compute_policy_loss_kl_cov
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla as compute_policy_loss_vanilla
 from rolepool.algorithm.registry import register_adv_est as register_adv_est
 from rolepool.algorithm.registry import register_policy_loss as register_policy_loss

@@ -9,9 +9,9 @@ statistics of a group whose id they have. `index` has one group id (uid) per row
 not know where values and rewards come from.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,12 +24,74 @@ from rolepool.errors import ConfigError, DataError
 
 MAX_PROPORTIONAL_ERROR = 0.2
 GroupIndex = np.ndarray[Any, np.dtype[np.object_]]
+Estimate = tuple[Tensor, Tensor]
+
+
+class GroupedScores(NamedTuple):
+    """The score of every row, in float64, and the rows of its group. Padding rows are in group 0."""
+
+    scores: Tensor
+    num_tokens: Tensor
+    group_of_row: Tensor
+
+    @classmethod
+    def of(cls, rewards: Tensor, response_mask: Tensor, index: GroupIndex) -> Self:
+        if len(index) != len(rewards):
+            raise DataError(f"index holds {len(index)} group ids for {len(rewards)} rows")
+        num_tokens = response_mask.bool().sum(dim=-1)
+        _, groups = np.unique(index.astype(str), return_inverse=True)
+        group_of_row = (1 + torch.from_numpy(groups).to(rewards.device)) * (num_tokens > 0)
+        return cls(masked_sum(rewards.double(), response_mask, axis=-1), num_tokens, group_of_row)
+
+    def over_groups(self, numbers: Tensor, how: str) -> Tensor:
+        """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
+        zeros = numbers.new_zeros(len(numbers) + 1)
+        return zeros.scatter_reduce(0, self.group_of_row, numbers, how, include_self=False)[self.group_of_row]
+
+    @property
+    def size_of_row(self) -> Tensor:
+        """For every row: the number of rows of its group."""
+        return self.over_groups(torch.ones_like(self.scores), "sum")
+
+    def centred(self, weights: Tensor | None = None) -> Tensor:
+        """Each score minus the mean of its group, in which rows may have weights; for a group of one, the score.
+
+        Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
+        deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
+        """
+        weights = torch.ones_like(self.scores) if weights is None else weights.double()
+        above = self.scores - self.over_groups(self.scores, "amin")
+        totals = self.over_groups(weights, "sum").clamp(min=1)
+        mean = self.over_groups(weights * above, "sum") / totals
+        return torch.where(self.size_of_row == 1, self.scores, above - mean)
+
+    def deviations(self) -> Tensor:
+        """The standard deviation of the scores of each row's group, over n - 1; 1 for a group of one."""
+        variance = self.over_groups(self.centred().square(), "sum") / (self.size_of_row - 1).clamp(min=1)
+        return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
+
+
+def _by_group(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
+    """A decorator that registers a function of grouped scores as an estimator. The function returns a number for every
+    row, which is the advantage of all tokens of the row."""
+
+    def registered(advantage_of_row: Callable[..., Tensor]) -> Callable[..., Estimate]:
+        @wraps(advantage_of_row)
+        def compute(token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any) -> Estimate:
+            rows = advantage_of_row(GroupedScores.of(token_level_rewards, response_mask, index), **options)
+            return (_of_all_tokens(rows.to(token_level_rewards.dtype), response_mask),) * 2
+
+        for name in names:
+            register_adv_est(name)(compute)
+        return compute
+
+    return registered
 
 
 @register_adv_est("gae")
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float, **_: Any
-) -> tuple[Tensor, Tensor]:
+) -> Estimate:
     """Generalized advantage estimation (Schulman et al. 2016), whitened over all tokens of the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t
@@ -40,16 +102,10 @@ def compute_gae_advantage_return(
     return masked_whiten(advantages, response_mask), returns
 
 
-@register_adv_est("grpo_vectorized")
-@register_adv_est("grpo")
+@_by_group("grpo", "grpo_vectorized")
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIndex,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+) -> Tensor:
     """GRPO (Shao et al. 2024): a response's score compared with its group, the same for all its tokens.
 
     s_i = sum_t r_it
@@ -59,21 +115,14 @@ def compute_grpo_outcome_advantage(
     A group of one uses mean 0 and std 1, so its advantage is its score (divided by 1 + epsilon). `grpo_vectorized` is
     another name for the same estimator.
     """
-    centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
-    if norm_adv_by_std_in_grpo:
-        centred = centred / (_group_deviations(centred, group_of_row, size_of_row) + epsilon)
-    return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
+    centred = grouped.centred()
+    return centred / (grouped.deviations() + epsilon) if norm_adv_by_std_in_grpo else centred
 
 
-@register_adv_est("grpo_passk")
+@_by_group("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIndex,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+    grouped: GroupedScores, epsilon: float = 1e-6, norm_adv_by_std_in_grpo: bool = True, **_: Any
+) -> Tensor:
     """Pass@k in the form of GRPO (Walder and Karkhanis 2025): only the best response of a group has an advantage.
 
     A_it = (s_i - second_group(s)) / (std_group(s) + epsilon)    for the best response; std over n - 1
@@ -82,67 +131,53 @@ def compute_grpo_passk_outcome_advantage(
 
     second_group(s) is the score of the second best response. A group of one uses 0 for it, and std 1.
     """
-    centred, group_of_row, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
-    is_best = centred == _over_groups(centred, group_of_row, "amax")
+    centred = grouped.centred()
+    is_best = centred == grouped.over_groups(centred, "amax")
     others = torch.where(is_best, -torch.inf, centred)
-    second = torch.where(size_of_row == 1, 0.0, _over_groups(others, group_of_row, "amax"))
-    is_alone = is_best & (_over_groups(is_best.double(), group_of_row, "sum") == 1)
+    second = torch.where(grouped.size_of_row == 1, 0.0, grouped.over_groups(others, "amax"))
+    is_alone = is_best & (grouped.over_groups(is_best.double(), "sum") == 1)
     lead = torch.where(is_alone, centred - second, 0.0)
-    if norm_adv_by_std_in_grpo:
-        lead = lead / (_group_deviations(centred, group_of_row, size_of_row) + epsilon)
-    return _same_for_all_tokens(lead.to(token_level_rewards.dtype), response_mask)
+    return lead / (grouped.deviations() + epsilon) if norm_adv_by_std_in_grpo else lead
 
 
-@register_adv_est("opo")
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
-) -> tuple[Tensor, Tensor]:
+@_by_group("opo")
+def compute_opo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
     """OPO (Hao et al. 2025): a response's score compared with the mean of its group, weighted by length.
 
     A_it = s_i - sum_j n_j s_j / sum_j n_j       over the group; n_j is the number of tokens of response j
 
     The advantage of a group of one is its score.
     """
-    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index, weight_by_length=True)
-    return _same_for_all_tokens(centred.to(token_level_rewards.dtype), response_mask)
+    return grouped.centred(weights=grouped.num_tokens)
 
 
-@register_adv_est("gpg")
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, f_norm: float = 1.0, **_: Any
-) -> tuple[Tensor, Tensor]:
+@_by_group("gpg")
+def compute_gpg_outcome_advantage(grouped: GroupedScores, f_norm: float = 1.0, **_: Any) -> Tensor:
     """GPG (Chu et al. 2025): the score minus the group's mean, scaled up if many scores of the batch are 0.
 
     A_it = N / M (s_i - mean_group(s)) / f_norm      N responses in the batch, M of them with a score that is not 0
 
     A group of one has no baseline.
     """
-    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
-    num_scored = masked_sum(token_level_rewards.double(), response_mask, axis=-1).count_nonzero().clamp(min=1)
-    advantages = centred * response_mask.bool().any(dim=-1).sum() / num_scored / f_norm
-    return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
+    num_scored = grouped.scores.count_nonzero().clamp(min=1)
+    return grouped.centred() * (grouped.num_tokens > 0).sum() / num_scored / f_norm
 
 
-@register_adv_est("rloo_vectorized")
-@register_adv_est("rloo")
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
-) -> tuple[Tensor, Tensor]:
+@_by_group("rloo", "rloo_vectorized")
+def compute_rloo_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
     """REINFORCE leave-one-out (Ahmadian et al. 2024): a response's score compared with the mean of the others.
 
     A_it = s_i - 1/(n - 1) sum_{j != i} s_j = n/(n - 1) (s_i - mean_group(s))      with s_i = sum_t r_it
 
     The advantage of a group of one is its score. `rloo_vectorized` is another name for the same estimator.
     """
-    centred, _group, size_of_row = _centred_scores(token_level_rewards, response_mask, index)
-    advantages = centred * size_of_row / (size_of_row - 1).clamp(min=1)
-    return _same_for_all_tokens(advantages.to(token_level_rewards.dtype), response_mask)
+    return grouped.centred() * grouped.size_of_row / (grouped.size_of_row - 1).clamp(min=1)
 
 
 @register_adv_est("remax")
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **_: Any
-) -> tuple[Tensor, Tensor]:
+) -> Estimate:
     """ReMax (Li et al. 2024): the rewards from each token on, minus the score b_i of the prompt's greedy response.
 
     R_it = sum_{u >= t} r_iu
@@ -155,7 +190,7 @@ def compute_remax_outcome_advantage(
 @register_adv_est("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **_: Any
-) -> tuple[Tensor, Tensor]:
+) -> Estimate:
     """REINFORCE++ (Hu 2025): discounted returns, whitened over all tokens of the mask.
 
     R_it = sum_{u >= t} gamma^(u - t) r_iu
@@ -168,7 +203,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 @register_adv_est("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
-) -> tuple[Tensor, Tensor]:
+) -> Estimate:
     """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of the mask.
 
     B_it = s_i - mean_group(s)                   with s_i = sum_t r_it
@@ -176,27 +211,23 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A group of one has no baseline: its score is whitened.
     """
-    centred, *_groups = _centred_scores(token_level_rewards, response_mask, index)
-    whitened = masked_whiten(_same_for_all_tokens(centred, response_mask)[0], response_mask)
+    centred = GroupedScores.of(token_level_rewards, response_mask, index).centred()
+    whitened = masked_whiten(_of_all_tokens(centred, response_mask), response_mask)
     return (whitened.to(token_level_rewards.dtype),) * 2
 
 
 @torch.no_grad()
-def compute_advantage(
-    adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **inputs: Any
-) -> tuple[Tensor, Tensor]:
+def compute_advantage(adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any) -> Estimate:
     """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
     for name in adv_estimators.needs_of(adv_estimator):
-        if inputs.get(name) is None:
+        if more.get(name) is None:
             raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
-    inputs = {**inputs, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
-    estimated: tuple[Tensor, Tensor] = adv_estimators.find(adv_estimator)(**inputs)
+    inputs = {**more, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
+    estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
         if tensor.shape != response_mask.shape:
-            raise DataError(
-                f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}; "
-                f"they must have the shape of response_mask, {list(response_mask.shape)}"
-            )
+            problem = f"the advantage estimator {adv_estimator!r} returned {name} of shape {list(tensor.shape)}"
+            raise DataError(f"{problem}; they must have the shape of response_mask, {list(response_mask.shape)}")
     return estimated
 
 
@@ -234,10 +265,9 @@ class KLController:
         target, horizon = self.keys.target_kl, self.keys.horizon
         # One such step could make the coefficient zero or negative, which would reward a larger KL.
         if MAX_PROPORTIONAL_ERROR * num_sequences >= horizon:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step, because one "
-                f"step could change the sign of the KL coefficient; set it above {num_sequences // 5}"
-            )
+            problem = f"algorithm.kl_ctrl.horizon={horizon}: too short for {num_sequences} sequences per step"
+            reason = "because one step could change the sign of the KL coefficient"
+            raise ConfigError(f"{problem}, {reason}; set it above {num_sequences // 5}")
         error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * num_sequences / horizon
 
@@ -249,7 +279,7 @@ class KLController:
         self.value = self.keys.kl_coef if self.keys.type == "fixed" else state["value"]
 
 
-def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:
     """A_t and R_t as in `compute_gae_advantage_return`, but A_t is not whitened.
 
     Tokens of the mask are moved together, so that the next column is the next time step and zeros follow the last one.
@@ -273,42 +303,6 @@ def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
-def _centred_scores(
-    rewards: Tensor, response_mask: Tensor, index: GroupIndex, *, weight_by_length: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For every row, in float64: its score minus the mean of its group (for a group of one, the score), the number of
-    its group, and the size of the group. Padding rows are in group 0. In the mean all rows count the same, or each
-    counts as many times as it has tokens.
-
-    Equal scores give exactly 0. The mean of equal numbers may differ from them by rounding, which a small standard
-    deviation would turn into an advantage; the mean of their differences to the lowest is exactly 0.
-    """
-    scores = masked_sum(rewards.double(), response_mask, axis=-1)
-    if len(index) != len(scores):
-        raise DataError(f"index holds {len(index)} group ids for {len(scores)} rows")
-    _, groups = np.unique(index.astype(str), return_inverse=True)
-    group_of_row = (1 + torch.from_numpy(groups).to(scores.device)) * response_mask.bool().any(dim=-1)
-    lengths = response_mask.bool().sum(dim=-1).double()
-    weights = lengths if weight_by_length else torch.ones_like(scores)
-    size_of_row = _over_groups(torch.ones_like(scores), group_of_row, "sum")
-    above = scores - _over_groups(scores, group_of_row, "amin")
-    totals = _over_groups(weights, group_of_row, "sum").clamp(min=1)
-    centred = torch.where(size_of_row == 1, scores, above - _over_groups(weights * above, group_of_row, "sum") / totals)
-    return centred, group_of_row, size_of_row
-
-
-def _group_deviations(centred: Tensor, group_of_row: Tensor, size_of_row: Tensor) -> Tensor:
-    """For every row: the standard deviation of its group's scores, over n - 1; 1 for a group of one."""
-    variance = _over_groups(centred.square(), group_of_row, "sum") / (size_of_row - 1).clamp(min=1)
-    return torch.where(size_of_row == 1, 1.0, variance.sqrt())
-
-
-def _over_groups(numbers: Tensor, group_of_row: Tensor, how: str) -> Tensor:
-    """For every row: the sum, the largest (amax) or the smallest (amin) number of its group."""
-    reduced = numbers.new_zeros(len(numbers) + 1).scatter_reduce(0, group_of_row, numbers, how, include_self=False)
-    return reduced[group_of_row]
-
-
-def _same_for_all_tokens(scores: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    advantages = keep_masked(scores.unsqueeze(-1).expand(response_mask.shape), response_mask)
-    return advantages, advantages
+def _of_all_tokens(numbers: Tensor, response_mask: Tensor) -> Tensor:
+    """The number of a row for all its tokens, and 0 outside the mask."""
+    return keep_masked(numbers.unsqueeze(-1).expand(response_mask.shape), response_mask)

@@ -5,8 +5,6 @@ for some tokens at a time, reduces them to numbers per token, and recomputes the
 on 16-bit logits is in float32. Does not know models or masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

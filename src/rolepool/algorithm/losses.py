@@ -1,4 +1,4 @@
-"""Statistics over the tokens of a mask, KL estimators, and the losses of policy and critic.
+"""Statistics over the tokens of a mask, KL estimators, the aggregation of losses, and the loss of the critic.
 
 A mask is 1 (or True) for a token that is kept and 0 for a token that is dropped, anywhere in the row. The value of a
 dropped token, even NaN or inf, does not affect any result or gradient. Sums and means of no tokens are 0.
@@ -15,16 +15,16 @@ ranks are averaged (the default of DDP and FSDP), multiply the loss by the numbe
 without a 1 in `response_mask` are padding: they add nothing and are not counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.registry import register_policy_loss
 from rolepool.errors import DataError
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""A loss to minimise, and metrics by name."""
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -126,7 +126,7 @@ class LossCounts:
     """Divisor of seq-mean-token-sum-norm: the longest possible response, the same in every step."""
 
     @classmethod
-    def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> LossCounts:
+    def of(cls, response_mask: Tensor, loss_scale_factor: float | None = None) -> Self:
         """The counts of a whole mini-batch; loss_scale_factor is by default the width of the mask."""
         mask = response_mask.bool()
         width = float(mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
@@ -158,52 +158,6 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
         case "seq-mean-token-sum-norm":
             return masked_sum(loss_mat, loss_mask) / num_sequences / counts.loss_scale_factor
     raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
-
-
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
-    counts: LossCounts | None = None,
-    **_: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
-
-    r = exp(log_prob - old_log_prob)             the difference clamped to [-20, 20]
-    L = max(-A r, -A clip(r, 1 - low, 1 + high))
-    L = min(L, -A c)                             if A < 0: an unlikely bad token cannot dominate; c > 1
-
-    Metrics are means over the tokens of the mask for every loss_agg_mode, as shares that add up, without gradient:
-    pg_clipfrac (fraction of tokens with the clipped term), ppo_kl (old_log_prob - log_prob), pg_clipfrac_lower
-    (fraction of tokens limited by c).
-    """
-    advantages = keep_masked(advantages, response_mask)
-    log_ratio = keep_masked(log_prob, response_mask) - keep_masked(old_log_prob, response_mask)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    larger = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip_ratio_c
-    is_bad = advantages < 0
-    losses = torch.where(is_bad, torch.minimum(larger, bound), larger)
-
-    metrics = {
-        "pg_clipfrac": clipped > unclipped,
-        "ppo_kl": -log_ratio,
-        "pg_clipfrac_lower": is_bad & (larger > bound),
-    }
-    return agg_loss(losses, response_mask, loss_agg_mode, counts=counts), {
-        name: token_mean(metric, response_mask, losses.dtype, counts) for name, metric in metrics.items()
-    }
 
 
 def compute_value_loss(

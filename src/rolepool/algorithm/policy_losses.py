@@ -1,8 +1,9 @@
-"""The policy losses besides PPO's own, as verl defines them: gspo, gpg, clip_cov, kl_cov, geo_mean and cispo.
+"""The policy losses as verl defines them: PPO's own, which is vanilla, gspo, gpg, clip_cov, kl_cov, geo_mean and cispo.
 
 Each function here gets the tokens of a micro-batch, and returns the loss of every token and metrics of every token.
-`_policy_loss` makes a policy loss from it (docs/extending.md) that aggregates them in the same way as
-`compute_policy_loss_vanilla`: to shares that add up over micro-batches and ranks.
+`_policy_loss` makes a policy loss from it (docs/extending.md). The loss is aggregated as loss_agg_mode says. Metrics
+are means over the tokens of the mask for every loss_agg_mode, without gradient. Both are shares that add up over
+micro-batches and ranks.
 
 In the formulas A is the advantage, d = log_prob - old_log_prob, clamped to [-20, 20], r = exp(d), p = exp(log_prob),
 and sg(x) is x without gradient. low and high are the keys clip_ratio_low and clip_ratio_high of the actor.
@@ -11,21 +12,19 @@ clip_cov and kl_cov choose tokens by comparing them with the other tokens of the
 no other losses, depend on how a mini-batch is split into micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import MAX_LOG_RATIO, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
+from rolepool.algorithm.losses import MAX_LOG_RATIO, Loss, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
 from rolepool.algorithm.registry import register_policy_loss
 from rolepool.config.model_keys import ActorConfig
 from rolepool.seeds import derive_seed
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-PolicyLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 class Tokens(NamedTuple):
@@ -37,14 +36,16 @@ class Tokens(NamedTuple):
     mask: Tensor
 
 
-TokenLosses = Callable[[Tokens, ActorConfig], PolicyLoss]
+TokenLosses = Callable[..., Loss]
+"""Gets `Tokens`, and takes from the keyword arguments of a policy loss what it needs."""
 
 
-def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., PolicyLoss]]:
+def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses], Callable[..., Loss]]:
     """A decorator that registers a function of tokens as a policy loss. `always` is the aggregation of a loss that does
     not use the key loss_agg_mode."""
 
-    def registered(losses_of: TokenLosses) -> Callable[..., PolicyLoss]:
+    def registered(losses_of: TokenLosses) -> Callable[..., Loss]:
+        @wraps(losses_of)  # worker processes import the function under the name of the one that it replaces
         def compute(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -52,27 +53,40 @@ def _policy_loss(name: str, always: str | None = None) -> Callable[[TokenLosses]
             response_mask: Tensor,
             loss_agg_mode: str,
             *,
-            config: ActorConfig,
             counts: LossCounts | None = None,
-            **_: Any,
-        ) -> PolicyLoss:
+            **keys: Any,
+        ) -> Loss:
             new, old, advantages = (keep_masked(one, response_mask) for one in (log_prob, old_log_prob, advantages))
             log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), config)
-            return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), {
-                key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()
-            }
+            losses, metrics = losses_of(Tokens(new, log_ratio, advantages, response_mask.bool()), **keys)
+            means = {key: token_mean(metric, response_mask, losses.dtype, counts) for key, metric in metrics.items()}
+            return agg_loss(losses, response_mask, always or loss_agg_mode, counts=counts), means
 
-        # Worker processes import the function under the name of the one that it replaces.
-        compute.__name__ = compute.__qualname__ = losses_of.__name__
-        compute.__doc__ = losses_of.__doc__
         return register_policy_loss(name)(compute)
 
     return registered
 
 
+@_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    tokens: Tokens, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
+) -> Loss:
+    """PPO's clipped objective (Schulman et al. 2017) with dual clip (Ye et al. 2020), as a loss to minimise.
+
+    L = max(-A r, -A clip(r, 1 - low, 1 + high))
+    L = min(L, -A c)                             if A < 0: an unlikely bad token cannot dominate; c > 1
+
+    pg_clipfrac is the fraction of tokens with the clipped term, ppo_kl is old_log_prob - log_prob, and
+    pg_clipfrac_lower is the fraction of tokens limited by c.
+    """
+    losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
+    bound, is_bad = -tokens.advantages * clip_ratio_c, tokens.advantages < 0
+    metrics = _clip_metrics(tokens, is_clipped, is_bad & (losses > bound))
+    return torch.where(is_bad, torch.minimum(losses, bound), losses), metrics
+
+
 @_policy_loss("gspo", always="seq-mean-token-mean")
-def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """GSPO (Zheng et al. 2025): PPO's clipped objective with one ratio for the whole sequence.
 
     s_i  = exp(mean_t d_it)                      at most exp(10)
@@ -83,19 +97,19 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
     term.
     """
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
-    log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean
-    losses, is_clipped = _clipped(tokens, log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp(), config)
+    ratio = (tokens.log_prob - tokens.log_prob.detach() + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+    losses, is_clipped = _clipped(tokens, ratio, config.clip_ratio_low, config.clip_ratio_high)
     return losses, _clip_metrics(tokens, is_clipped)
 
 
 @_policy_loss("gpg")
-def compute_policy_loss_gpg(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_gpg(tokens: Tokens, **_: Any) -> Loss:
     """GPG (Chu et al. 2025): L = -A log_prob, without a ratio and without metrics."""
     return -tokens.advantages * tokens.log_prob, {}
 
 
 @_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """Clip-Cov (Cui et al. 2025): PPO's clipped objective without some tokens of high covariance.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -107,7 +121,7 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig) -> PolicyL
     fraction of tokens that were chosen.
     """
     keys = config.policy_loss
-    losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), config)
+    losses, is_clipped = _clipped(tokens, tokens.log_ratio.exp(), config.clip_ratio_low, config.clip_ratio_high)
     covariances = _covariances(tokens)
     in_band = (covariances > keys.clip_cov_lb) & (covariances < keys.clip_cov_ub)
     positions = (tokens.mask & in_band & ~is_clipped).flatten().nonzero().squeeze(-1)
@@ -118,7 +132,7 @@ def compute_policy_loss_clip_cov(tokens: Tokens, config: ActorConfig) -> PolicyL
 
 
 @_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """KL-Cov (Cui et al. 2025): a KL term for the tokens of highest covariance, and no clipping.
 
     c = (A - mean A) (log_prob - mean log_prob)  means over the micro-batch
@@ -136,7 +150,7 @@ def compute_policy_loss_kl_cov(tokens: Tokens, config: ActorConfig) -> PolicyLos
 
 
 @_policy_loss("geo_mean", always="seq-mean-token-mean")
-def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """GMPO (Zhao et al. 2025): the geometric mean of clipped ratios of a sequence.
 
     k_it = min(d_it, clip(d_it, -low, high))     if A_it > 0; the maximum if A_it < 0, and 0 if A_it = 0
@@ -155,7 +169,7 @@ def compute_policy_loss_geo_mean(tokens: Tokens, config: ActorConfig) -> PolicyL
 
 
 @_policy_loss("cispo")
-def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig) -> PolicyLoss:
+def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """CISPO (MiniMax 2025): L = -A sg(clip(r, 1 - low, 1 + high)) log_prob, so that clipped tokens keep a gradient.
 
     pg_clipfrac is the fraction of tokens whose ratio is outside of the clip range.
@@ -165,10 +179,10 @@ def compute_policy_loss_cispo(tokens: Tokens, config: ActorConfig) -> PolicyLoss
     return -tokens.advantages * weight * tokens.log_prob, _clip_metrics(tokens, weight != ratio)
 
 
-def _clipped(tokens: Tokens, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
+def _clipped(tokens: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and whether the second term is larger."""
     unclipped = -tokens.advantages * ratio
-    clipped = -tokens.advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    clipped = -tokens.advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 

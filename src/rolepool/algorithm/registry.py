@@ -4,13 +4,11 @@ A user adds a function with `register_adv_est("name")` or `register_policy_loss(
 into the config. Functions are called with keyword arguments and must accept more than they use (`**kwargs`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Needs, check_name, import_object
+from rolepool.config.functions import ADV_ESTIMATORS, POLICY_LOSSES, Known, Needs, check_name, import_object
 from rolepool.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Registry:
     """The functions that one key of the config can name."""
 
-    def __init__(self, key: str, known: dict[str, Needs]) -> None:
+    def __init__(self, key: str, known: Known) -> None:
         self._key, self._known = key, known
         self._functions: dict[str, Callable[..., Any]] = {}
 

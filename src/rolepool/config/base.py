@@ -3,12 +3,12 @@
 Owns the rules for all keys. Does not know any key by name.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
 
 
 class Section(BaseModel):
@@ -36,6 +36,15 @@ class Section(BaseModel):
 def follows(key: str) -> Any:
     """A default that is the value of another key. The loader resolves it like a `${...}` of the user."""
     return Field(default=f"${{{key}}}")
+
+
+Table = TypeVar("Table")
+
+
+def read_table(file: Path, form: type[Table]) -> Table:
+    """A table of this package that is stored as YAML. The C loader, if PyYAML has it, is 15 times as fast."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return TypeAdapter(form).validate_python(yaml.load(file.read_text(encoding="utf-8"), loader))
 
 
 def _as_tuple(value: Any) -> Any:

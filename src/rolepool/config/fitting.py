@@ -3,8 +3,6 @@
 Owns counting this machine's GPUs and CPU cores. Only keys that the user did not set get such a default.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Container
 from contextlib import suppress
@@ -46,8 +44,10 @@ def num_slots(device: str) -> int:
 def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
     """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys."""
     mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    fitted = {mini_batch: divisor_near(config.data.train_batch_size, config.at(mini_batch))}
-    fitted |= _lengths(config, set_keys)
+    fitted = {
+        mini_batch: divisor_near(config.data.train_batch_size, config.at(mini_batch)),
+        **_lengths(config, set_keys),
+    }
     return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}
 
 

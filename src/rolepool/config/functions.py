@@ -4,11 +4,9 @@ A key holds a known name, or `module:name`. This module does not import rolepool
 torch; `rolepool.algorithm` adds the names that users register.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,26 +19,16 @@ from rolepool.errors import ConfigError, one_line
 Needs = tuple[str, ...]
 """Arguments that a function must get. `values` need a critic, `reward_baselines` need greedy responses."""
 
-ADV_ESTIMATORS: dict[str, Needs] = {
-    "gae": ("values",),
-    "grpo": ("index",),
-    "grpo_passk": ("index",),
-    "grpo_vectorized": ("index",),
-    "rloo": ("index",),
-    "rloo_vectorized": ("index",),
-    "opo": ("index",),
-    "gpg": ("index",),
-    "remax": ("reward_baselines",),
-    "reinforce_plus_plus": (),
-    "reinforce_plus_plus_baseline": ("index",),
-}
-POLICY_LOSSES: dict[str, Needs] = dict.fromkeys(
-    ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ()
-)
-STRATEGY_NAMES: dict[str, Needs] = {"standard": (), "split": (), "custom": ()}
+Known = dict[str, Needs]
+"""What the functions that a key can name need, by their names."""
+
+_COMPARING = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
+"""Estimators that compare the responses to one prompt."""
+ADV_ESTIMATORS: Known = {"gae": ("values",), **dict.fromkeys(_COMPARING, ("index",)), "remax": ("reward_baselines",)}
+ADV_ESTIMATORS |= {"reinforce_plus_plus": (), "reinforce_plus_plus_baseline": ("index",)}
+POLICY_LOSSES: Known = dict.fromkeys(("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ())
 OTHER_ENGINES = ("vllm", "sglang", "trtllm", "hf")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
-ENGINE_NAMES: dict[str, Needs] = dict.fromkeys(("native", *OTHER_ENGINES), ())
 
 EXTENSIONS: list[str] = []
 """The extensions that this process has imported. Worker processes import the same ones."""
@@ -48,7 +36,7 @@ EXTENSIONS: list[str] = []
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def check_name(known: Mapping[str, Needs], name: str, kind: str = "function") -> str:
+def check_name(known: Collection[str], name: str, kind: str = "function") -> str:
     """The name, if it is known or has the form `module:name`. `kind` says what the user's own may be."""
     if name not in known and not _REFERENCE.fullmatch(name):
         choices = f"one of {', '.join(known)}, or " if known else ""
@@ -58,9 +46,9 @@ def check_name(known: Mapping[str, Needs], name: str, kind: str = "function") ->
 
 AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMATORS))]
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
-StrategyName = Annotated[str, AfterValidator(partial(check_name, STRATEGY_NAMES))]
-EngineName = Annotated[str, AfterValidator(partial(check_name, ENGINE_NAMES, kind="class"))]
-StepName = Annotated[str, AfterValidator(partial(check_name, {}))]
+StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom")))]
+EngineName = Annotated[str, AfterValidator(partial(check_name, ("native", *OTHER_ENGINES), kind="class"))]
+StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
 
 
 def import_object(key: str, reference: str) -> Any:

@@ -4,8 +4,6 @@ Owns finding the listed files and merging them. Knows the forms of entries that 
 `group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,9 @@ def load_file(file: str) -> Any:
     tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         return OmegaConf.to_container(tree, resolve=False)
-    folders = [path.parent, *_search_path(tree)]
-    composed = OmegaConf.to_container(_compose(tree, path.parent, folders), resolve=False)
+    listed = [str(folder) for folder in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []]
+    folders = [Path(folder.removeprefix("file://")) for folder in listed if not folder.startswith("pkg://")]
+    composed = OmegaConf.to_container(_compose(tree, path.parent, [path.parent, *folders]), resolve=False)
     assert isinstance(composed, dict)
     return {name: value for name, value in composed.items() if name != "hydra"}
 
@@ -82,9 +81,3 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:
                 name = str(name).replace(f"${{{group_before}}}", choice)
             choices[folder] = str(name)
             yield f"{folder}/{str(name).removesuffix('.yaml')}", "" if section in ("_here_", "_global_") else section
-
-
-def _search_path(tree: DictConfig) -> list[Path]:
-    """The folders of `hydra.searchpath`."""
-    listed = OmegaConf.select(tree, "hydra.searchpath", default=[]) or []
-    return [Path(str(folder).removeprefix("file://")) for folder in listed if not str(folder).startswith("pkg://")]

@@ -4,8 +4,6 @@ Owns merging, `${...}` references (with OmegaConf), what a key means, and the me
 combinations of keys are in `schema`, and what is known about the keys of other trainers in `other_keys`.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json
@@ -27,8 +25,8 @@ from pydantic import ValidationError
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.hydra_files import load_file
-from rolepool.config.other_keys import NULL_IS_UNSET, SAME_VALUES, find_other, renamed
-from rolepool.config.schema import SIZE_OR_TOKENS, Config, all_keys, all_sections, contradictions
+from rolepool.config.other_keys import NULL_IS_UNSET, VERL_KEYS, find_other, renamed
+from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
@@ -138,9 +136,7 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     without_effect, warnings = _judge(others, problems)
     config = _validate(resolved, broken, leaves, problems)
     if fitted := fitted_defaults(config, leaves):
-        for path, value in fitted.items():
-            OmegaConf.update(resolved, path, value)
-        config = _validate(resolved, broken, leaves, [])
+        config = _validate(_set_all(resolved, fitted), broken, leaves, [])
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -279,7 +275,7 @@ def _problem_with(path: str, value: Any) -> str:
 
 def _usual(path: str, value: Any) -> Any:
     """The value in rolepool's own words."""
-    words = SAME_VALUES.get(path, {})
+    words = VERL_KEYS.same_values.get(path, {})
     return words.get(value, value) if isinstance(value, str | int | None) else value
 
 
@@ -298,9 +294,13 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
 @lru_cache(maxsize=1)
 def _defaults(paths: tuple[str, ...]) -> DictConfig:
     """The default of every key; a default that follows another key is a `${...}`."""
-    tree = OmegaConf.create()
-    for key in (all_keys()[path] for path in paths):
-        OmegaConf.update(tree, key.path, key.default, merge=False, force_add=True)
+    return _set_all(OmegaConf.create(), {path: all_keys()[path].default for path in paths})
+
+
+def _set_all(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Set these keys of the tree, and return it."""
+    for path, value in values.items():
+        OmegaConf.update(tree, path, value, merge=False, force_add=True)
     return tree
 
 
@@ -310,12 +310,8 @@ def _resolve(leaves: dict[str, Any], others: dict[str, Any], problems: list[str]
     A reference may also name a key that rolepool does not have, if the user set it. Values of `others` are resolved in
     place.
     """
-    tree, broken = copy.deepcopy(_defaults(tuple(all_keys()))), set[str]()
-    for path, value in leaves.items():
-        OmegaConf.update(tree, path, value, merge=False)
-    whole = copy.deepcopy(tree)
-    for path, value in others.items():
-        OmegaConf.update(whole, path, value, merge=False, force_add=True)
+    tree, broken = _set_all(copy.deepcopy(_defaults(tuple(all_keys()))), leaves), set[str]()
+    whole = _set_all(copy.deepcopy(tree), others)
     for path, value in others.items():
         with suppress(*UNPARSABLE):
             others[path] = _resolved(whole, path) if "${" in str(value) else value
@@ -343,7 +339,7 @@ def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str],
     for path, value in others.items():
         other, setting = find_other(path), f"{path}={show(value)}"
         assert other is not None
-        if other.works == "off" and not other.is_off(value):
+        if other.works == "if_off" and not other.is_off(value):
             problems.append(f"{setting}: not supported: {other.reason}")
             continue
         accepted[setting] = other.reason
@@ -354,14 +350,16 @@ def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str],
 
 def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     """Why settings of rolepool's own keys have no effect in this config."""
-    sizes = {
-        f"{key}={show(leaves[key])}": f"{switch}=true limits micro-batches by tokens"
-        for key, switch in SIZE_OR_TOKENS.items()
-        if leaves.get(key) is not None and config.at(switch)
-    }
+    unused: dict[str, str] = {}
+    for key, value in leaves.items():
+        # A size of micro-batches in sequences, and the key of its section that limits them by tokens instead.
+        switch = re.sub(r"(ppo_|forward_)?micro_batch_size_per_gpu$", "use_dynamic_bsz", key)
+        if switch != key and switch in all_keys() and value is not None and config.at(switch):
+            unused[f"{key}={show(value)}"] = f"{switch}=true limits micro-batches by tokens"
     rollout = config.actor_rollout_ref.rollout
-    replaced = {f"actor_rollout_ref.rollout.name={rollout.name}": f"fallback={rollout.engine} generates"}
-    return sizes | (replaced if rollout.engine != rollout.name else {})
+    if rollout.engine != rollout.name:
+        unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = f"fallback={rollout.engine} generates"
+    return unused
 
 
 def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], problems: list[str]) -> Config:
@@ -369,8 +367,7 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], proble
 
     A key that follows a wrong key is wrong too, but the user did not write it: only the written key is reported.
     """
-    for path in broken:
-        OmegaConf.update(tree, path, all_keys()[path].default, merge=False)
+    _set_all(tree, {path: all_keys()[path].default for path in broken})
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:

@@ -1,7 +1,5 @@
 """Keys of the models: what each role loads, how it trains, how it generates."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict

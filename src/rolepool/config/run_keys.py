@@ -1,7 +1,5 @@
 """Keys of the run: data, algorithm, trainer, placement, Ray."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator

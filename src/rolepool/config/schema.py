@@ -4,8 +4,6 @@ Owns the key tree and the rules that depend on the config alone. Does not read f
 pools and GPU counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,17 +149,6 @@ BOUNDS |= {"maximum": "at most", "exclusiveMaximum": "less than"}
 
 
 # Rules about several keys: values that are each allowed, but contradict each other
-
-SIZE_OR_TOKENS = {
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor_rollout_ref.actor.use_dynamic_bsz",
-    "critic.ppo_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
-    "critic.forward_micro_batch_size_per_gpu": "critic.use_dynamic_bsz",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "reward_model.micro_batch_size_per_gpu": "reward_model.use_dynamic_bsz",
-}
-"""The size of micro-batches in sequences, and the key that limits them by tokens instead. The size then has no
-effect."""
 
 
 def contradictions(config: Config) -> Iterator[str]:

@@ -4,25 +4,22 @@ The task is next letters: a prompt is a few letters, and the answer is the next 
 `d b a c`. The reward is the fraction of correct letters, so that even a random policy earns something it can learn
 from; the best answer that ignores the prompt earns 1 in 8. Validation prompts do not occur in training.
 
-Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file.
+Owns the folders that it writes. A folder is complete or does not exist. Its content depends only on this file and
+the files in `demo_model`.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
 import os
 import random
+import shutil
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from rolepool.config.recipes import DEMO_MARKER
@@ -36,14 +33,9 @@ LETTERS = "abcdefgh"
 NUM_LETTERS_PER_PROMPT = 4
 NUM_VAL_PROMPTS = 256
 DATA_SOURCE = "position_match/next_letter"
-
-PAD, EOS, UNKNOWN, ANSWER = "<pad>", "<eos>", "?", "="
-VOCABULARY = (PAD, EOS, UNKNOWN, ANSWER, *LETTERS)
-
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-CHAT_TEMPLATE += "{% if add_generation_prompt %}" + ANSWER + "{% endif %}"
-
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL_FILES = Path(__file__).with_name("demo_model")
+"""The config of the models, which learn twice as fast with this initializer_range as with the usual 0.02, and their
+tokenizer: one token for each letter. `?` stands for any other word; it is a normal token, not a special one."""
 
 
 class Demo:
@@ -111,31 +103,13 @@ def _write(demo: Demo) -> None:
 
 
 def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        max_position_embeddings=64,
-        initializer_range=0.05,  # learns twice as fast as with the usual 0.02
-        pad_token_id=VOCABULARY.index(PAD),
-        eos_token_id=VOCABULARY.index(EOS),
-        bos_token_id=None,
-        **SIZES,
-        **more,
-    )
+    folder.mkdir()
+    for file in MODEL_FILES.iterdir():
+        shutil.copyfile(file, folder / file.name)  # without its permissions, because an installed file may be read-only
+    config = LlamaConfig.from_pretrained(folder, **more)
     with torch.random.fork_rng(devices=[]), ExitStack() as restored:  # the caller's random state does not change
         torch.manual_seed(SEED)
         if transformers_logging.is_progress_bar_enabled():
             restored.callback(transformers_logging.enable_progress_bar)
             transformers_logging.disable_progress_bar()
         model_class(config).save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each letter. `?` stands for any other word; it is a normal token, not a special one."""
-    words = Tokenizer(WordLevel({token: number for number, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=PAD, eos_token=EOS, padding_side="left", clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

@@ -4,12 +4,9 @@ Owns the formats, which columns of a row mean what, and a check of all files tha
 `find_problems` is called before training imports anything slow.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from array import array
-from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -21,8 +18,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.data.rewards import check_functions
 from rolepool.data.rules import rules_for
 from rolepool.errors import ConfigError, DataError, RolepoolError, explained
@@ -42,18 +38,16 @@ class ProblemKinds:
     """Bad rows, grouped by the kind of their problem."""
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}
-        self._counts = Counter[str]()
+        self._kinds: dict[str, tuple[str, int]] = {}
 
     def add(self, error: BadRow) -> None:
-        self._first.setdefault(error.kind, str(error))
-        self._counts[error.kind] += 1
+        first, count = self._kinds.get(error.kind, (str(error), 0))
+        self._kinds[error.kind] = first, count + 1
 
     def lines(self, num_rows: int) -> list[str]:
         """One line for each kind: its first row, and in how many of the rows it occurs."""
-        counts = {kind: count for kind, count in self._counts.items() if count > 1}
-        more = {kind: f" ({count} of {num_rows} rows have this problem)" for kind, count in counts.items()}
-        return [line + more.get(kind, "") for kind, line in self._first.items()]
+        more = " ({} of {} rows have this problem)"
+        return [first + (more.format(count, num_rows) if count > 1 else "") for first, count in self._kinds.values()]
 
 
 def find_problems(config: Config) -> list[str]:

@@ -11,8 +11,6 @@ run resumes at the same prompt with any placement and batch size.
 Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from array import array
@@ -27,8 +25,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.data.files import BadRow, ProblemKinds, Row, check_row, open_rows, used_columns
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto
@@ -100,10 +97,9 @@ class PromptSet:
         place = int(ids.argmax())
         if ids[place] >= size:
             row = int(self._starts.searchsorted(place, side="right")) - 1
-            raise DataError(
-                f"{self._parse(row)['origin']}: the prompt has the token id {ids[place]}, but {model} has only the ids "
-                f"0 to {size - 1}; use the tokenizer of that model, or a model with the same tokens"
-            )
+            problem = f"the prompt has the token id {ids[place]}, but {model} has only the ids 0 to {size - 1}"
+            fix = "use the tokenizer of that model, or a model with the same tokens"
+            raise DataError(f"{self._parse(row)['origin']}: {problem}; {fix}")
 
     def _read(self, num_rows: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], str]:
         """Check and tokenize every row, and keep the tokens. Returns the length of every prompt before truncation and a
@@ -141,11 +137,10 @@ class PromptSet:
             return np.flatnonzero(lengths <= longest)
         if len(overlong) and self._data.truncation == "error":
             first, most = int(overlong[0]), lengths.max()
-            raise DataError(
-                f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key} "
-                f"({len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}). Set data."
-                f"max_prompt_length={most}, data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
-            )
+            problem = f"{self._parse(first)['origin']}: the prompt has {lengths[first]} tokens, more than {key}"
+            others = f"{len(overlong)} of {len(lengths)} prompts are too long, the longest has {most}"
+            fix = "data.filter_overlong_prompts=true, or data.truncation=left, right or middle"
+            raise DataError(f"{problem} ({others}). Set data.max_prompt_length={most}, {fix}")
         return np.arange(len(lengths))
 
     def _parse(self, row_number: int, *, check: bool = False) -> Row:
@@ -159,15 +154,10 @@ class PromptSet:
 
     def _with_text(self, row: Row) -> Row:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
-        is_chat = not isinstance(row["prompt"], str)
-        if not is_chat:
-            return {**row, "is_chat": False, "text": row["prompt"]}
-        options = self._data.apply_chat_template_kwargs
-        return {
-            **row,
-            "is_chat": True,
-            "text": render_chat(self._tokenizer, row["prompt"], row["origin"], options=options),
-        }
+        text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
+        if is_chat:
+            text = render_chat(self._tokenizer, text, row["origin"], options=self._data.apply_chat_template_kwargs)
+        return {**row, "is_chat": is_chat, "text": text}
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[list[int]]:
@@ -196,11 +186,9 @@ def render_chat(
         )
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
-        raise BadRow(
-            f"{origin}: the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}; use a "
-            "model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string",
-            kind="chat template",
-        ) from error
+        problem = f"the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}"
+        fix = "use a model with a chat template (often named -Chat or -Instruct), or write the prompt as a plain string"
+        raise BadRow(f"{origin}: {problem}; {fix}", kind="chat template") from error
     return text
 
 
@@ -220,18 +208,11 @@ class PromptLoader:
 
     def __init__(self, prompts: PromptSet, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if batch_size > len(prompts):
-            raise ConfigError(
-                f"data.train_batch_size={batch_size}: {prompts.key} has {len(prompts)} prompts, less than one batch; "
-                f"use at most {len(prompts)}"
-            )
-        self._prompts, self._batch_size = prompts, batch_size
-        # What must be the same to resume at a saved position.
-        self._identity: dict[str, Any] = {
-            "num_rows": len(prompts),
-            "digest": prompts.digest,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
+            problem = f"{prompts.key} has {len(prompts)} prompts, less than one batch"
+            raise ConfigError(f"data.train_batch_size={batch_size}: {problem}; use at most {len(prompts)}")
+        self._prompts, self._batch_size, self._seed, self._shuffle = prompts, batch_size, seed, shuffle
+        self._identity = {"num_rows": len(prompts), "digest": prompts.digest, "seed": seed, "shuffle": shuffle}
+        """What must be the same to resume at a saved position."""
         self.num_steps_per_epoch = len(prompts) // batch_size
         self.epoch = -1
         """The epoch of the next batch; the first is 0."""
@@ -257,11 +238,9 @@ class PromptLoader:
             raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
         if changed:
             changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
-            raise DataError(
-                f"the saved position in {self._prompts.key} belongs to other data: {changes} (digest is a hash of all "
-                "prompt tokens; seed is data.seed, or trainer.seed if that is null). Undo the change, or start a new "
-                "run with trainer.resume_mode=disable"
-            )
+            words = "digest is a hash of all prompt tokens; seed is data.seed, or trainer.seed if that is null"
+            problem = f"the saved position in {self._prompts.key} belongs to other data: {changes} ({words})"
+            raise DataError(f"{problem}. Undo the change, or start a new run with trainer.resume_mode=disable")
         if epoch < 0 or not 0 <= index < len(self._prompts):
             raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
         self._move_to(epoch, index)
@@ -272,8 +251,8 @@ class PromptLoader:
             epoch, index = epoch + 1, 0
         if epoch != self.epoch:
             self._order = np.arange(len(self._prompts))
-            if self._identity["shuffle"]:
-                np.random.default_rng([self._identity["seed"], epoch]).shuffle(self._order)
+            if self._shuffle:
+                np.random.default_rng([self._seed, epoch]).shuffle(self._order)
         self.epoch, self._index = epoch, index
 
 

@@ -4,8 +4,6 @@ Owns the child, the time limit of a sample, and what happens to samples that fai
 computes. The child is forked and kept, so that it has everything that the function's file has loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap
@@ -27,7 +25,6 @@ SEND_S = 0.05
 """The child sends its results at most so often, because a message for each sample takes longer than a simple rule."""
 FAILED = "failed"
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 Outcomes = dict[int, Scored | RewardError]
 """The results of samples, by their number in the batch."""
@@ -120,7 +117,7 @@ class ScoringProcess(Reward):
 
     def _serve(self, channel: Connection) -> None:
         """Score what arrives, until the parent ends."""
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed while a function runs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed while a function runs
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -3,8 +3,6 @@
 Owns when texts are tokenized again, and how a prompt and its response become one text for that.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase

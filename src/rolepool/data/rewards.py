@@ -21,10 +21,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rolepool.config import Config
-from rolepool.config.loading import show
+from rolepool.config import Config, show
 from rolepool.config.model_keys import RewardKwargsConfig
-from rolepool.config.run_keys import CustomRewardFunctionConfig, RewardConfig
 from rolepool.data.rules import RULES, Rule, Score, rule_for
 from rolepool.errors import ConfigError, RolepoolError, explained
 
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
 PYTHON_FUNCTION = "(a Python function)"
 """Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
 
+SCORED_COLUMNS = ("data_source", "reward_model", "extra_info", "origin", "uid")
+"""The columns that `score_batch` reads."""
 NUMBERS, PRED = "reward_numbers", "pred"
 """The columns of scored rows with the other numbers of each response, as a dict, and with its answer or None."""
 
@@ -192,16 +192,15 @@ class FunctionInFile(NamedTuple):
         return partial(function, **self.kwargs)
 
 
-def functions_of(
-    custom: CustomRewardFunctionConfig, reward: RewardConfig
-) -> dict[str, FunctionInFile | RewardFunction]:
+def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
     """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError."""
+    custom = config.custom_reward_function
     if custom.path is not None:
         file = Path(custom.path).expanduser().absolute()
         setting = f"custom_reward_function.path={file}"
         return {custom.name: FunctionInFile(file, custom.name, setting, custom.reward_kwargs)}
     functions: dict[str, FunctionInFile | RewardFunction] = {}
-    for text in (entry.function for entry in reward.functions):
+    for text in (entry.function for entry in config.reward.functions):
         setting = f"reward.functions={text}"
         path, _, name = text.rpartition(":")
         if text not in RULES and not path.endswith(".py"):
@@ -219,42 +218,35 @@ def check_functions(config: Config) -> None:
     """Raise ConfigError if a rule does not exist or a file of the user has no such function. Does not run the file."""
     if config.custom_reward_function.path == PYTHON_FUNCTION:
         return
-    for function in functions_of(config.custom_reward_function, config.reward).values():
+    for function in functions_of(config).values():
         if isinstance(function, FunctionInFile):
             function.check()
 
 
-def load_reward_function(
-    custom: CustomRewardFunctionConfig, reward: RewardConfig, given: Callable[..., Any] | None = None
-) -> Reward:
+def load_reward_function(config: Config, given: Callable[..., Any] | None = None) -> Reward:
     """The function that a Python program has given, or the functions of the config, or the built-in rules for data
     sources if there is neither."""
+    custom, entries = config.custom_reward_function, config.reward.functions
     if given is not None:
         file = Path(given.__code__.co_filename if inspect.isfunction(given) else "unknown file")
         setting = f"reward={custom.name}"
         function = FunctionInFile(file, custom.name, setting, custom.reward_kwargs).with_kwargs(given)
         return RewardFunction(function, setting, file)
-    named = functions_of(custom, reward)
-    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named.items()}
-    if reward.functions:
-        weights = [entry.weight for entry in reward.functions]
+    named = functions_of(config).items()
+    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named}
+    if entries:
+        weights = [entry.weight for entry in entries]
         return WeightedRewards(list(zip(functions, weights, functions.values(), strict=True)))
     return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")
 
 
 def score_batch(reward: Reward, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
-    names = ("data_source", "reward_model", "extra_info", "origin", "uid")
     rows: list[Row] = []
-    for response, *row in zip(responses, *(batch.non_tensor_batch[name] for name in names), strict=True):
-        data_source, reward_model, extra_info, origin, uid = row
-        inputs = {
-            "data_source": data_source,
-            "solution_str": response,
-            "ground_truth": reward_model.get("ground_truth"),
-            "extra_info": extra_info,
-        }
-        rows.append((f"{origin} (uid {uid})", inputs))
+    columns = (batch.non_tensor_batch[name] for name in SCORED_COLUMNS)
+    for response, data_source, reward_model, extra_info, origin, uid in zip(responses, *columns, strict=True):
+        inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
+        rows.append((f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True))))
     return reward.score_rows(rows)
 
 

@@ -4,18 +4,18 @@ Owns how an answer is found in a response and compared with the ground truth. Im
 that a rule cannot read is reported before training starts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rolepool.config import Config
+from rolepool.config.base import Items, Section, read_table
 from rolepool.errors import DataError
 
 Score = float | dict[str, float | str]
@@ -25,6 +25,18 @@ Rule = Callable[[str, Any], Score]
 
 _TAIL_CHARACTERS = 300
 """Rules for a marked answer search only the end of a response, as verl does."""
+
+
+class Tables(Section):
+    """The content of `rules.yaml`."""
+
+    datasets: dict[str, str]
+    """Names of rules by data source."""
+    same_meaning: Items[Items[str]]
+    """Pairs of a pattern and its replacement in an answer."""
+
+
+_TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)
 
 
 def exact_match(solution_str: str, ground_truth: Any) -> float:
@@ -82,34 +94,13 @@ def _as_decimal(text: str) -> Decimal | None:
 
 # --- answers in LaTeX ---------------------------------------------------------------------------------------------
 
-_UNITS = r"degrees?|dollars?|cents?|units?|inch(?:es)?|feet|meters?|[ckm]m|kg|hours?|minutes?|seconds?|mph|points?"
-_SAME_MEANING = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(\\\\)|\\[!,;:> ]|\\q?quad(?![a-zA-Z])|[\s~]", r"\1"),  # spaces, but not the line ends of a matrix
-        (r"\\?\$|\\?%|\\[()\[\]]|\^\{?\\circ\}?|\\degree|°", ""),
-        (r"\\(?:left|right|displaystyle)(?![a-z])", ""),
-        (r"\.$", ""),
-        (rf"(?<=[\d)}}])(?:\\(?:text|mbox|mathrm)\{{[^{{}}]*\}}|{_UNITS})(?:\^\{{?[23]\}}?)?\.?$", ""),
-        (r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\{([^{}]*)\}", r"\1"),
-        (r"^[a-zA-Z](?:=|\\in(?![a-z]))", ""),
-        (r"^\{([^{}]*)\}$", r"\1"),
-        (r"\\[dtc]frac", r"\\frac"),
-        (r"\\frac([^{}\\])", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})([^{}\\])", r"\1{\2}"),
-        (r"\\sqrt([^{}\[\\])", r"\\sqrt{\1}"),
-        (r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-        (r"^\\frac\{-", r"-\\frac{"),
-        (r"(?<!\d)\.(?=\d)", "0."),
-    )
-]
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
 
 
 def normalize_latex(answer: str) -> str:
     """One spelling for answers that mean the same: `\\dfrac 12`, `1/2` and `$\\frac{1}{2}$`; `5 cm.` and `5`."""
-    for pattern, replacement in _SAME_MEANING:
-        answer = pattern.sub(replacement, answer)
+    for pattern, replacement in _TABLES.same_meaning:
+        answer = re.sub(pattern, replacement, answer)
     return re.sub(r"[{},]", "", answer) if _THOUSANDS.fullmatch(answer) else answer
 
 
@@ -187,25 +178,16 @@ RULES: dict[str, Rule] = {
     "math": math_boxed,
     "math_dapo": math_dapo,
 }
-_OF_DATASETS: dict[str, Rule] = {
-    "openai/gsm8k": gsm8k,
-    "lighteval/MATH": math_boxed,
-    "DigitalLearningGmbH/MATH-lighteval": math_boxed,
-    "HuggingFaceH4/MATH-500": math_boxed,
-    "math_dapo_reasoning": math_dapo,
-}
 
 
 def rule_for(data_source: str) -> Rule:
     """The rule for a data source. `exact_match/my_set` uses `exact_match`; its scores are reported separately."""
-    rule = _OF_DATASETS.get(data_source) or RULES.get(data_source.split("/")[0])
+    rule = RULES.get(_TABLES.datasets.get(data_source, data_source.split("/")[0]))
     if rule is None and data_source.split("/")[-1].lower().startswith("aime"):
         rule = math_dapo
     if rule is None:
-        raise DataError(
-            f"there is no built-in reward for data_source {data_source!r}; set reward.functions to a rule "
-            f"({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
-        )
+        fix = f"set reward.functions to a rule ({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
+        raise DataError(f"there is no built-in reward for data_source {data_source!r}; {fix}")
     return rule
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rolepool.config.model_files import ModelShape
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import shard, whole
-from rolepool.placement.models import ModelShape
 from rolepool.protocol.worker import part
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]

@@ -5,22 +5,18 @@ sequences must not be longer than the models allow. A failed check is certain an
 (in `estimate`). Advice is a list of overrides that were tried on the estimate and help; none is a guess.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rolepool.config import Config
+from rolepool.config import Config, show
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, import_object
-from rolepool.config.loading import show
-from rolepool.config.model_files import num_positions, read_model_file
+from rolepool.config.model_files import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, peak_by_role
-from rolepool.placement.models import read_shape, why_not_native, why_not_parallel
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.placement.strategies import build_plan
@@ -49,19 +45,16 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     return problems
 
 
-def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> list[str]:
+def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]:
     """One line for each setting that can run, but most likely is not what the user wants."""
-    warnings = []
     name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if num_samples == 1 and "index" in ADV_ESTIMATORS.get(name, ()):
         reason = f"algorithm.adv_estimator={name} compares the responses to one prompt, and there is only one"
-        warnings.append(f"actor_rollout_ref.rollout.n=1: {reason}; set it to 2 or more, for example 8")
+        yield f"actor_rollout_ref.rollout.n=1: {reason}; set it to 2 or more, for example 8"
     num_processes, cores = sum(pool.counts_by_node.get(0, 0) for pool in plan.pools.values()), num_cores()
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
-        key = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
-        warnings.append(f"{key}: {reason}; use fewer processes")
-    return warnings
+        yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
 
 
 def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:

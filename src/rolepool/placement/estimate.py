@@ -5,8 +5,6 @@ whether activations are kept. The choice is made once, here, from the GPU's memo
 it. A plan that does not fit is a warning and never stops a run.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
@@ -15,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rolepool.config import Config
+from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
 from rolepool.config.model_keys import FsdpConfig
-from rolepool.placement.models import ModelShape, ShapeUnknown, read_shape
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, MicroBatchKeys, Role, longest_row, model_of
 
@@ -161,15 +159,13 @@ class HeldModel:
             head = FP32 * shape.embedding_params + self._logit_bytes(num_logit_tokens) + hidden
         outside, outside_shard = FP32 * self.outside_params, FP32 * self.outside_params // self.num_shards
         # Gradients, activations and logits in the backward pass of the head, of the last layer and of the first layer.
-        moments = (
-            (earlier, kept, head),
-            (earlier, kept + layer_gradients + (one_layer if recomputes else 0), head_gradient),
-            (max(earlier, gradients - outside_shard), one_layer + layer_gradients, head_gradient),
-        )
         in_pass = replace(loaded, weights=loaded.weights + copies)
+        in_last, in_first = kept + layer_gradients + (one_layer if recomputes else 0), one_layer + layer_gradients
+        all_but_outside = max(earlier, gradients - outside_shard)
         peaks = [
-            replace(in_pass, gradients=gradient_bytes, activations=activation_bytes, logits=logit_bytes)
-            for gradient_bytes, activation_bytes, logit_bytes in moments
+            replace(in_pass, gradients=earlier, activations=kept, logits=head),
+            replace(in_pass, gradients=earlier, activations=in_last, logits=head_gradient),
+            replace(in_pass, gradients=all_but_outside, activations=in_first, logits=head_gradient),
         ]
         # The embedding's fp32 gradient, before it is reduced over ranks and added to earlier ones.
         at_embedding = gradients + outside + (outside_shard if accumulates else 0)

@@ -1,13 +1,12 @@
-"""The plan as text for people and as JSON for programs: everything that `rolepool plan` prints.
+"""A plan with what is known about it, as text for people and as JSON for programs: what `rolepool plan` prints.
 
 Owns the text: a grid of nodes and GPUs, a table of pools, what overlaps, and what does not fit. Computes nothing: every
 figure comes from the plan and the estimate.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_uppercase
 
@@ -36,59 +35,80 @@ Overlaps = Sequence[tuple[str, str]]
 """Pairs of operations that can run at the same time."""
 
 
-def plan_as_json(
-    plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, problems: Sequence[str], advice: Sequence[Advice]
-) -> str:
-    """One JSON object: pools, roles, overlaps, memory, problems, advice."""
-    pools = {
-        name: {
-            "roles": {
-                role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
-                for role, part in memory.roles.items()
-            },
-            "overhead_bytes": PROCESS_OVERHEAD_BYTES,
-            "peak_bytes": memory.peak,
-            "peak_role": memory.peak_role,
-            "least_bytes": memory.least,
-            "limit_bytes": memory.limit,
-            "fits": None if memory.limit is None else not memory.excess,
+@dataclass(frozen=True, repr=False)
+class PlanSummary:
+    """A plan and what is known about it. `str()` of it is the text that `rolepool plan` prints."""
+
+    plan: Plan
+    """The pool of each role, and the GPUs of each pool."""
+    overlaps: Sequence[tuple[str, str]]
+    """Pairs of operations that can run at the same time."""
+    memory: MemoryEstimate
+    """The estimated memory of each pool and role."""
+    problems: Sequence[str]
+    """Why training cannot start; `plan` raises them."""
+    warnings: Sequence[str]
+    """What is allowed, and probably not wanted."""
+    advice: Sequence[Advice]
+    """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
+
+    def __str__(self) -> str:
+        return Text.from_ansi(self.to_terminal()).plain
+
+    __repr__ = __str__
+
+    def to_terminal(self) -> str:
+        """The text, with colours if standard output is a terminal."""
+        plan, memory, console = self.plan, self.memory, Terminal(force_jupyter=False)
+        console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
+        nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
+        kind = "CPU slots" if plan.device == "cpu" else "GPUs"
+        used = {slot for pool in plan.pools.values() for slot in pool.slots}
+        gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+        title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
+        parts: list[RenderableType] = [Text(title, style="bold"), ""]
+        parts += [*_grid(plan, console.width), _pool_table(plan, memory), ""]
+        if memory.pools and plan.device != "cpu":
+            parts.extend([_memory_table(plan, memory), ""])
+        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
+        lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
+        for line in lines:
+            is_long = len(line) > console.width
+            parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
+        with console.capture() as capture:
+            console.print(Group(*parts))
+        return capture.get().rstrip("\n")
+
+    def to_json(self) -> str:
+        """What `rolepool plan --json` prints."""
+        pools = {
+            name: {
+                "roles": {
+                    role: {f"{column}_bytes": getattr(part, column) for column in MEMORY_COLUMNS}
+                    for role, part in memory.roles.items()
+                },
+                "overhead_bytes": PROCESS_OVERHEAD_BYTES,
+                "peak_bytes": memory.peak,
+                "peak_role": memory.peak_role,
+                "least_bytes": memory.least,
+                "limit_bytes": memory.limit,
+                "fits": None if memory.limit is None else not memory.excess,
+            }
+            for name, memory in self.memory.pools.items()
         }
-        for name, memory in estimate.pools.items()
-    }
-    sizes = {
-        operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
-        | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
-        for operation, size in estimate.micro_batches.items()
-    }
-    document = plan.model_dump(mode="json") | {
-        "overlaps": overlaps,
-        "memory": {"pools": pools, "micro_batches": sizes, "unknown": estimate.unknown}
-        | {"snapshot_bytes": estimate.snapshot_bytes},
-        "problems": list(problems),
-        "advice": [{"override": item.override, "excess_bytes": item.excess} for item in advice],
-    }
-    return json.dumps(document, indent=2)
-
-
-def plan_as_text(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate, advice: Sequence[Advice]) -> str:
-    """The text to print, with colours if standard output is a terminal."""
-    console = Terminal(force_jupyter=False)
-    console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
-    nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
-    kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-    used = {slot for pool in plan.pools.values() for slot in pool.slots}
-    gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
-    title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
-    parts: list[RenderableType] = [Text(title, style="bold"), ""]
-    parts += [*_grid(plan, console.width), _pool_table(plan, estimate), ""]
-    if estimate.pools and plan.device != "cpu":
-        parts.extend([_memory_table(plan, estimate), ""])
-    for line in (*_notes(plan, overlaps, estimate), *_warnings(estimate, advice)):
-        is_long = len(line) > console.width
-        parts.append(Text("\n    ").join(line.wrap(console, console.width - 4)) if is_long else line)
-    with console.capture() as capture:
-        console.print(Group(*parts))
-    return capture.get().rstrip("\n")
+        sizes = {
+            operation: {"rows": size.rows, "tokens": size.tokens if size.rows is None else None}
+            | {"is_chosen": size.is_chosen, "recomputes": size.recomputes}
+            for operation, size in self.memory.micro_batches.items()
+        }
+        document = self.plan.model_dump(mode="json") | {
+            "overlaps": self.overlaps,
+            "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
+            | {"snapshot_bytes": self.memory.snapshot_bytes},
+            "problems": list(self.problems),
+            "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
+        }
+        return json.dumps(document, indent=2)
 
 
 def _letter(index: int, rank: int | str = "") -> Text:
@@ -171,12 +191,13 @@ def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     return table
 
 
-def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Text]:
-    notes = [
-        ("overlap", f"{one} with {', '.join(other for _, other in pairs)}")
-        for one, pairs in groupby(overlaps, key=lambda pair: pair[0])
-    ] or [("overlap", "none, all operations run one after another")]
-    notes += [("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items()]
+def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    """The title and the text of each note."""
+    for one, pairs in groupby(overlaps, key=lambda pair: pair[0]):
+        yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"
+    if not overlaps:
+        yield "overlap", "none, all operations run one after another"
+    yield from (("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items())
     if plan.device != "cpu":
         names: dict[tuple[str, str], list[str]] = {}
         for operation, size in estimate.micro_batches.items():
@@ -186,29 +207,23 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> list[Tex
             names.setdefault(("micro-batches", f"{amount}{chosen}{activations}"), []).append(operation)
         for role, reason in estimate.unknown.items():
             names.setdefault(("memory unknown", reason), []).append(role)
-        notes += [(title, f"{', '.join(names[title, text])}: {text}") for title, text in names]
+        yield from ((title, f"{', '.join(names[title, text])}: {text}") for title, text in names)
         if estimate.pools and all(memory.limit is None for memory in estimate.pools.values()):
-            unlimited = "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
-            notes.append(("memory", unlimited))
+            yield "memory", "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
         if plan.mps and plan.sharing_pools:
-            nodes = f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
-            notes.append(("CUDA MPS", nodes))
+            yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
     if estimate.snapshot_bytes > GIB // 10:
-        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm on each node, to go on if a process dies"
-        notes.append(("snapshots", needed))
-    return [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
+        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm on each node"
+        yield "snapshots", f"{needed}, to go on if a process dies"
 
 
-def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> list[Text]:
-    lines = [
-        f"warning: {name} does not fit by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes "
-        "(an estimate; it does not stop the run)"
-        for name, memory in estimate.pools.items()
-        if memory.excess
-    ]
-    if lines and not advice:
-        lines.append("  no change that was tried helps; use more GPUs or a smaller model")
+def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:
+    for name, memory in estimate.pools.items():
+        if memory.excess:
+            amount = f"by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes"
+            yield f"warning: {name} does not fit {amount} (an estimate; it does not stop the run)"
+    if estimate.excess and not advice:
+        yield "  no change that was tried helps; use more GPUs or a smaller model"
     for item in advice:
         effect = f"still {item.excess / GIB:.1f} GiB too much" if item.excess else "fits"
-        lines.append(f"  try {item.override}  {effect}")
-    return [Text(line, style="yellow") for line in lines]
+        yield f"  try {item.override}  {effect}"

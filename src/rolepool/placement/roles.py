@@ -1,20 +1,24 @@
 """The roles: models with a job.
 
-Owns their names, the table of what each role is (its class, its model, its operations and the keys that limit them),
-and finding the pool of a role. `register_role` adds a role of your own (docs/extending.md). The built-in classes are in
-`rolepool.roles`; this module imports none of them, so it needs no torch.
+Owns their names, what each role is (its class, its model, its operations and the keys that limit them), and finding the
+pool of a role. The table of the built-in roles is `roles.yaml`; `register_role` adds a role of your own
+(docs/extending.md). The built-in classes are in `rolepool.roles`; this module imports none of them, so it needs no
+torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
 from rolepool.config import Config
-from rolepool.config.base import Section
+from rolepool.config.base import Section, read_table
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.config.schema import add_role_keys
 from rolepool.errors import ConfigError, PlacementError
@@ -53,12 +57,6 @@ Role.Actor, Role.Rollout, Role.RefPolicy = Role("actor"), Role("rollout"), Role(
 Role.Critic, Role.RewardModel, Role.ActorRollout = Role("critic"), Role("reward_model"), Role("actor_rollout")
 Role.ActorRolloutRef, Role.Env, Role.TeacherModel = Role("actor_rollout_ref"), Role("env"), Role("teacher")
 
-COMBINED_ROLES: dict[Role, tuple[Role, ...]] = {
-    Role.ActorRollout: (Role.Actor, Role.Rollout),
-    Role.ActorRolloutRef: (Role.Actor, Role.Rollout, Role.RefPolicy),
-}
-"""Names for several roles in one pool."""
-
 
 @dataclass(frozen=True)
 class MicroBatchKeys:
@@ -69,10 +67,6 @@ class MicroBatchKeys:
     tokens: str
     """A number of tokens, used if `by_tokens` is true."""
     by_tokens: str
-
-
-WEIGHT_SYNC = ("take_weights_here", "export_weights", "end_of_weights")
-"""Methods of the rollout and the actor that send the actor's weights, besides `take_weights`."""
 
 
 @dataclass(frozen=True)
@@ -138,107 +132,36 @@ class RoleSpec:
         return [(operation, operation.micro_batch) for operation in self.operations if operation.micro_batch]
 
 
-def _needs_no_reference(config: Config) -> str | None:
-    return None if config.uses_reference else "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"
+class RoleTable(BaseModel):
+    """The content of `roles.yaml`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    roles: tuple[RoleSpec, ...]
+    driver: tuple[Operation, ...]
+    """Work of the driver, which belongs to no role."""
+    step: tuple[str, ...]
+    """Names of operations, in the order of a step."""
+    combined: dict[Role, tuple[Role, ...]]
+    """Names for several roles in one pool."""
 
 
-def _needs_no_critic(config: Config) -> str | None:
-    return None if config.uses_critic else f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+def _why_unused(name: str, config: Config) -> str | None:
+    """Why a run does not need one of the built-in roles."""
+    if name == Role.RefPolicy and not config.uses_reference:
+        return "no KL term is used (actor.use_kl_loss, algorithm.use_kl_in_reward)"
+    if name == Role.Critic and not config.uses_critic:
+        return f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+    if name == Role.RewardModel and not config.reward_model.enable:
+        return "the reward is a rule (reward_model.enable=false)"
+    return None
 
 
-def _needs_no_reward_model(config: Config) -> str | None:
-    return None if config.reward_model.enable else "the reward is a rule (reward_model.enable=false)"
-
-
-_ACTOR, _REF, _POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR_TOKENS = (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ACTOR}.use_dynamic_bsz")
-_LOG_PROB_TOKENS = (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_use_dynamic_bsz")
-_CRITIC_TOKENS = ("critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz")
-_VALUES_TOKENS = ("critic.forward_max_token_len_per_gpu", "critic.use_dynamic_bsz")
-_REF_TOKENS = (f"{_REF}.log_prob_max_token_len_per_gpu", f"{_REF}.log_prob_use_dynamic_bsz")
-_REWARD_TOKENS = ("reward_model.forward_max_token_len_per_gpu", "reward_model.use_dynamic_bsz")
-
-_OLD_LOG_PROB_BATCH = MicroBatchKeys(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", *_LOG_PROB_TOKENS)
-_ACTOR_BATCH = MicroBatchKeys(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", *_ACTOR_TOKENS)
-_REF_BATCH = MicroBatchKeys(f"{_REF}.log_prob_micro_batch_size_per_gpu", *_REF_TOKENS)
-_VALUES_BATCH = MicroBatchKeys("critic.forward_micro_batch_size_per_gpu", *_VALUES_TOKENS)
-_CRITIC_BATCH = MicroBatchKeys("critic.ppo_micro_batch_size_per_gpu", *_CRITIC_TOKENS)
-_REWARD_BATCH = MicroBatchKeys("reward_model.micro_batch_size_per_gpu", *_REWARD_TOKENS)
-
-_SPECS = (
-    RoleSpec(
-        name=Role.Actor,
-        worker="rolepool.roles.actor_critic:Actor",
-        section=_ACTOR,
-        model=_POLICY,
-        fsdp=f"{_ACTOR}.fsdp_config",
-        checkpoints_to_keep="trainer.max_actor_ckpt_to_keep",
-        operations=(
-            Operation("old_log_prob", "compute_log_prob", "#56B4E9", _OLD_LOG_PROB_BATCH),
-            Operation("update_actor", "update_actor", "#0072B2", _ACTOR_BATCH, trains=True, is_per_token=True),
-        ),
-    ),
-    # After the actor, because it shares the actor's weights if both are in one process.
-    RoleSpec(
-        name=Role.Rollout,
-        worker="rolepool.roles.rollout:Rollout",
-        section=_ROLLOUT,
-        model=_POLICY,
-        tensor_parallel=f"{_ROLLOUT}.tensor_model_parallel_size",
-        memory_key=f"{_ROLLOUT}.gpu_memory_utilization",
-        operations=(
-            Operation("gen", "generate_sequences", "#009E73", is_per_token=True, generates=True),
-            Operation("baseline", "generate_sequences", "#80CEB9"),
-            Operation("update_weights", "take_weights", "#8C8C8C", other_methods=WEIGHT_SYNC),
-        ),
-    ),
-    RoleSpec(
-        name=Role.RefPolicy,
-        worker="rolepool.roles.actor_critic:Reference",
-        section=_REF,
-        model=_POLICY,
-        why_unused=_needs_no_reference,
-        fsdp=f"{_REF}.fsdp_config",
-        operations=(Operation("ref", "compute_ref_log_prob", "#CC79A7", _REF_BATCH, is_per_token=True),),
-    ),
-    RoleSpec(
-        name=Role.Critic,
-        worker="rolepool.roles.actor_critic:Critic",
-        section="critic",
-        model="critic.model",
-        why_unused=_needs_no_critic,
-        fsdp="critic.model.fsdp_config",
-        has_scalar_head=True,
-        checkpoints_to_keep="trainer.max_critic_ckpt_to_keep",
-        operations=(
-            Operation("values", "compute_values", "#E69F00", _VALUES_BATCH, is_per_token=True),
-            Operation("update_critic", "update_critic", "#D55E00", _CRITIC_BATCH, trains=True, is_per_token=True),
-        ),
-    ),
-    RoleSpec(
-        name=Role.RewardModel,
-        worker="rolepool.roles.reward_model:RewardModel",
-        rule_worker="rolepool.roles.reward_model:RuleReward",
-        section="reward_model",
-        model="reward_model.model",
-        why_unused=_needs_no_reward_model,
-        max_length="reward_model.max_length",
-        has_scalar_head=True,
-        can_pack=False,
-        operations=(Operation("reward", "compute_scores", "#F0E442", _REWARD_BATCH),),
-    ),
-)
-ROLE_SPECS: dict[Role, RoleSpec] = {Role(spec.name): spec for spec in _SPECS}
-
-_DRIVER_OPERATIONS = (
-    Operation("adv", color="#595959", is_per_token=True),
-    Operation("testing", color="#B3B3B3"),
-    Operation("save_checkpoint", color="#D9D9D9"),
-)
-_BY_NAME = {one.name: one for part in (*(spec.operations for spec in _SPECS), _DRIVER_OPERATIONS) for one in part}
-_STEP_ORDER = ("gen", "baseline", "reward", "values", "old_log_prob", "ref", "adv", "update_critic", "update_actor")
-OPERATIONS: dict[str, Operation] = {name: _BY_NAME[name] for name in dict.fromkeys((*_STEP_ORDER, *_BY_NAME))}
+_TABLE = read_table(Path(__file__).with_suffix(".yaml"), RoleTable)
+COMBINED_ROLES = _TABLE.combined
+ROLE_SPECS = {Role(spec.name): replace(spec, why_unused=partial(_why_unused, spec.name)) for spec in _TABLE.roles}
+_BY_NAME = {one.name: one for part in (*(spec.operations for spec in _TABLE.roles), _TABLE.driver) for one in part}
+OPERATIONS = {name: _BY_NAME[name] for name in dict.fromkeys((*_TABLE.step, *_BY_NAME))}
 """By name, in the order of a step, which is also the order of legends. A test compares it with the step itself.
 Operations of added roles come last."""
 

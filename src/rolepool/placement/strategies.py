@@ -4,9 +4,7 @@ Owns the built-in strategies, one small function each, and the plan of the strat
 outside this module asks which one was chosen.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rolepool.config import Config
 from rolepool.config.functions import import_object
@@ -15,7 +13,6 @@ from rolepool.placement.plan import Plan, ResourcePoolManager, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
 GpusPerNode = Sequence[int]
-Strategy = Callable[[Config, GpusPerNode], ResourcePoolManager]
 
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
@@ -58,10 +55,8 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         raise PlacementError(f"placement.strategy=split: {problem}; use placement.strategy=standard")
     share = config.placement.split.share
     actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
-    pools = {
-        ACTOR_POOL: {"per_node": actor, "share": share or 1.0},
-        CRITIC_POOL: {"per_node": critic, "share": share or 1.0},
-    }
+    per_node = {ACTOR_POOL: actor, CRITIC_POOL: critic}
+    pools = {name: {"per_node": counts, "share": share or 1.0} for name, counts in per_node.items()}
     roles = {role: CRITIC_POOL if ROLE_SPECS[role].has_scalar_head else ACTOR_POOL for role in needed}
     return ResourcePoolManager(pools, roles)
 
@@ -71,16 +66,12 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     placement, (needed, unused) = config.placement, needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
     if not placement.pools:
-        raise PlacementError(
-            "placement.pools={}: placement.strategy=custom needs pools, such as placement.pools.big=[4]"
-        )
+        reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
+        raise PlacementError(f"placement.pools={{}}: {reason}")
     specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
     everything = ResourcePoolManager(specs, written)
-    problems = [
-        f"placement.roles.{role}=null: the role has no pool; set it to one of {', '.join(specs)}"
-        for role in needed
-        if role not in everything.roles
-    ]
+    fix, missing = f"set it to one of {', '.join(specs)}", [role for role in needed if role not in everything.roles]
+    problems = [f"placement.roles.{role}=null: the role has no pool; {fix}" for role in missing]
     roles = {role: pool for role, pool in everything.roles.items() if role in needed}
     for name in [name for name in specs if name not in roles.values()]:
         skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]
@@ -92,7 +83,7 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     return ResourcePoolManager(specs, roles)
 
 
-STRATEGIES: dict[str, Strategy] = {"standard": standard, "split": split, "custom": custom}
+STRATEGIES = {"standard": standard, "split": split, "custom": custom}
 
 
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:

@@ -1,7 +1,5 @@
 """Functions on whole batches: padding to a size that the ranks divide, folding rows, collating items."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

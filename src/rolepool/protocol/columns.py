@@ -7,9 +7,6 @@ the same lengths, and allows such columns to be added or compared.
 Does not know DataProto.
 """
 
-from __future__ import annotations
-
-import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +21,7 @@ from rolepool.protocol.ragged import is_ragged, offsets_of, places_of, ragged_fr
 
 Arrays = dict[str, npt.NDArray[Any]]
 Columns = dict[str, Any]  # tensors and arrays
-RowIndex = builtins.slice | torch.Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
+RowIndex = slice | torch.Tensor  # a slice with step 1, or a 1-d int64 tensor of row numbers
 
 
 class RowIndexError(DataError, IndexError):
@@ -37,9 +34,9 @@ class RowIndexError(DataError, IndexError):
 def rows_of(index: Any, num_rows: int) -> RowIndex:
     """The rows, out of `num_rows`, that a slice, a list, array or tensor of row numbers, or a bool mask selects."""
     everything = np.arange(num_rows)
-    if isinstance(index, builtins.slice):
+    if isinstance(index, slice):
         start, stop, step = index.indices(num_rows)
-        return builtins.slice(start, max(start, stop)) if step == 1 else torch.from_numpy(everything[index].copy())
+        return slice(start, max(start, stop)) if step == 1 else torch.from_numpy(everything[index].copy())
     try:
         rows = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
         if rows.ndim == 1 and (rows.size == 0 or rows.dtype.kind in "biu"):
@@ -63,7 +60,7 @@ def take_rows(columns: Columns, rows: RowIndex) -> Columns:
                 places[id(offsets)] = (*places_of(offsets, rows), offsets)  # kept alive, because its id is the key
             inside, new_offsets, _ = places[id(offsets)]
             taken[key] = ragged_from_parts(values[inside], new_offsets)
-        elif isinstance(rows, builtins.slice):
+        elif isinstance(rows, slice):
             taken[key] = column[rows]
         else:
             taken[key] = column[rows.to(column.device)] if isinstance(column, torch.Tensor) else column[rows.numpy()]

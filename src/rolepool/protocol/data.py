@@ -91,10 +91,9 @@ class DataProto:
 
         Non-tensors that are not arrays (usually lists) become 1-d object arrays with one entry per row.
         """
+        non_tensors = non_tensors or {}
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
-            raise DataError(
-                f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors or ())}"
-            )
+            raise DataError(f"num_batch_dims is {num_batch_dims}; it is at least 1, and 1 with {list(non_tensors)}")
         batch = None
         if tensors:
             _check_tensors(tensors)
@@ -105,7 +104,7 @@ class DataProto:
             batch = TensorDict(dict(tensors), batch_size)
         arrays = {
             key: value if isinstance(value, np.ndarray) else np.fromiter(value, object)
-            for key, value in (non_tensors or {}).items()
+            for key, value in non_tensors.items()
         }
         padding = {AUTO_PADDING_KEY: True} if auto_padding else {}
         return cls(batch, arrays, {**(meta_info or {}), **padding})
@@ -209,14 +208,11 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """The keys, one in a line: columns with their shape, type and device, and `meta_info` with types."""
-        lines = ["batch"]
-        for key, tensor in ({} if self.batch is None else self.batch).items():
-            lines.append(f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}")
-        lines.append("non_tensor_batch")
-        lines += [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
-        lines.append("meta_info")
-        lines += [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
-        return "\n".join(lines)
+        tensors = ({} if self.batch is None else self.batch).items()
+        batch = [f"  {key}: {tuple(tensor.shape)} ({tensor.dtype}) {tensor.device}" for key, tensor in tensors]
+        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        meta_info = [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
+        return "\n".join(["batch", *batch, "non_tensor_batch", *arrays, "meta_info", *meta_info])
 
     def is_padding_enabled(self) -> bool:
         """Whether a call may pad this batch to a size that its ranks divide (enabled for this batch, or for all)."""

@@ -17,8 +17,6 @@ What does not travel: the device (CUDA tensors arrive on the CPU), `requires_gra
 Does not know Ray, or what the tensors mean.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import io
@@ -87,13 +85,11 @@ def decode_all(values: Sequence[Encoded], *, to_copy: bool = False) -> list[Any]
     views = [to_copy and value.is_column for value in values]
     own = [buffer for value, is_view in zip(values, views, strict=True) if not is_view for buffer in value.buffers]
     private = iter(make_private(own))
-    return [
-        pickle.loads(  # noqa: S301  # from our own processes
-            value.pickled,
-            buffers=[_view(one) for one in value.buffers] if is_view else list(islice(private, len(value.buffers))),
-        )
-        for value, is_view in zip(values, views, strict=True)
-    ]
+    decoded = []
+    for value, is_view in zip(values, views, strict=True):
+        buffers = map(_view, value.buffers) if is_view else islice(private, len(value.buffers))
+        decoded.append(pickle.loads(value.pickled, buffers=buffers))  # noqa: S301  # from our own processes
+    return decoded
 
 
 def _view(buffer: Buffer) -> Buffer:

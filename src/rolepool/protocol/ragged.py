@@ -8,9 +8,6 @@ The tokens of a row are its prompt and its response: the ragged column `input_id
 row beside it. Position ids and masks are computed from the two, so they are not sent.
 """
 
-from __future__ import annotations
-
-import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
@@ -65,13 +62,13 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def places_of(offsets: Tensor, rows: builtins.slice | Tensor) -> tuple[builtins.slice | Tensor, Tensor]:
+def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Tensor]:
     """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a column of them."""
-    if isinstance(rows, builtins.slice):
+    if isinstance(rows, slice):
         inside = offsets[rows.start : rows.stop + 1]
         if not len(inside):
-            return builtins.slice(0, 0), offsets.new_zeros(1)
-        return builtins.slice(int(inside[0]), int(inside[-1])), inside - inside[0]
+            return slice(0, 0), offsets.new_zeros(1)
+        return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     fresh = offsets_of(lengths)

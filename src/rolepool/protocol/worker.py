@@ -81,15 +81,19 @@ def made_in(context: WorkerContext, siblings: Mapping[str, Worker] | None = None
 
 
 class Worker:
-    """A role. `self.context`, `self.siblings` and the properties below exist before `__init__` runs."""
+    """A role. `self.context`, `siblings`, `rank`, `world_size` and `device` exist before `__init__` runs."""
 
     context: WorkerContext
     siblings: Mapping[str, Worker]
     """The current roles of this process by name. Roles of one pool may share memory."""
+    rank: int
+    world_size: int
+    device: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
-        worker.context, worker.siblings = _context.get()
+        worker.context, worker.siblings = context, _ = _context.get()
+        worker.rank, worker.world_size, worker.device = context.rank, context.world_size, context.device
         return worker
 
     def less_memory(self, method: str) -> Sequence[str]:
@@ -109,18 +113,6 @@ class Worker:
         if given != known:
             difference = f"(dp_rank, is_collect) of rank {self.rank} is {given}, but here it is {known}"
             raise DataError(f"mesh {mesh_name!r}: {difference}; set tensor_parallel when the role is added")
-
-    @property
-    def rank(self) -> int:
-        return self.context.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.context.world_size
-
-    @property
-    def device(self) -> str:
-        return self.context.device
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
@@ -281,10 +273,8 @@ def explain_out_of_memory(who: str, error: BaseException, device: str, remedies:
     amount = "more memory" if wanted is None else show_bytes(wanted)
     place = "in host memory" if device == "cpu" else "on its GPU"
     advice = f"try {' or '.join(remedies)}; more advice is" if remedies else "advice is"
-    return [
-        f"{who} is out of memory: it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}",
-        f"{advice} in docs/troubleshooting.md, under Memory",
-    ]
+    problem = f"it asked for {amount}, and {show_bytes(free_bytes(device))} are free {place}"
+    return [f"{who} is out of memory: {problem}", f"{advice} in docs/troubleshooting.md, under Memory"]
 
 
 def wanted_bytes(error: BaseException) -> int | None:

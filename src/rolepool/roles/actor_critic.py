@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rolepool.algorithm.losses import LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
+from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.models.loading import load_critic
@@ -36,15 +36,12 @@ class Actor(TrainedRole):
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
-            entropy_sums = rows.pad(entropies.double()).sum(dim=1)
-            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": entropy_sums}
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": rows.pad(entropies.double()).sum(dim=1)}
 
         return self.in_micro_batches("compute_log_prob", data, score)
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_METRIC,
-        blocking=False,
-        reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
+        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob")
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -55,9 +52,7 @@ class Actor(TrainedRole):
     def loss_scale_factor(self) -> float:
         return super().loss_scale_factor if self.keys.loss_scale_factor is None else self.keys.loss_scale_factor
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
@@ -133,15 +128,10 @@ class Critic(TrainedRole):
         """One epoch of updates."""
         return self.update(data, ends_step)
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        keys, mask = self.keys, columns["response_mask"]
-        predicted = rows.pad(self._values(rows))
-        returns, values = columns["returns"], columns["values"]
-        loss, clip_fraction = compute_value_loss(
-            predicted, returns, values, mask, keys.cliprange_value, keys.loss_agg_mode, counts=counts
-        )
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
+        mask, clip, mode = columns["response_mask"], self.keys.cliprange_value, self.keys.loss_agg_mode
+        predicted, returns, values = rows.pad(self._values(rows)), columns["returns"], columns["values"]
+        loss, clip_fraction = compute_value_loss(predicted, returns, values, mask, clip, mode, counts=counts)
         mean = masked_sum(predicted.detach(), mask) / max(counts.num_tokens, 1)
         return loss, {"vf_loss": loss.detach(), "vf_clipfrac": clip_fraction, "vpred_mean": mean}
 
@@ -162,7 +152,6 @@ class Reference(ModelRole):
         """Log-probs of the response tokens under the weights before training."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
-            log_probs, _ = self.log_probs(rows)
-            return {"ref_log_prob": rows.ragged(log_probs)}
+            return {"ref_log_prob": rows.ragged(self.log_probs(rows)[0])}
 
         return self.in_micro_batches("compute_ref_log_prob", data, score)

@@ -19,9 +19,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla
+from rolepool.algorithm.losses import Loss, LossCounts
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config
-from rolepool.config.model_keys import FsdpConfig, RefFsdpConfig
+from rolepool.config.model_files import ModelShape, ShapeUnknown
+from rolepool.config.model_keys import RefFsdpConfig
 from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
@@ -32,11 +34,13 @@ from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
 from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
-from rolepool.placement.models import ModelShape, ShapeUnknown
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
+
+Compute = Callable[[TokenRows], Mapping[str, Tensor]]
+"""Computes columns from the tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Setup:
     """The plan's micro-batches, by the name of the operation; None uses those that the keys set."""
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
-    policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = compute_policy_loss_vanilla
+    policy_loss: Callable[..., Loss] = compute_policy_loss_vanilla
     reward: Callable[..., Any] | None = None
     """The reward function that a Python program has given; None uses the one that the config names."""
 
@@ -109,9 +113,7 @@ class ModelRole(Worker):
         self.frozen_dtype = setup.dtype if self.device == "cpu" else torch.bfloat16
         """The dtype of weights that are not trained."""
 
-    def in_micro_batches(
-        self, method: str, data: DataProto, compute: Callable[[TokenRows], Mapping[str, Tensor]]
-    ) -> DataProto:
+    def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
         """The columns that the model computes from micro-batches of tokens, in the order of rows, in host memory."""
         tokens = data.select(list(TOKENS), [], [])
         split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
@@ -146,12 +148,10 @@ class ModelRole(Worker):
         return [] if section is None else offloads(section, self.config.at(section), self.device)
 
 
-def offloads(section: str, fsdp: FsdpConfig | RefFsdpConfig, device: str) -> list[str]:
+def offloads(section: str, fsdp: RefFsdpConfig, device: str) -> list[str]:
     """What could still be kept in host memory while the role is idle, the larger part first; nothing on a CPU."""
-    away = {"param_offload": fsdp.param_offload}
-    if isinstance(fsdp, FsdpConfig):
-        away = {"optimizer_offload": fsdp.optimizer_offload, **away}
-    return [f"{section}.{key}=true" for key, is_away in away.items() if not is_away and device != "cpu"]
+    values = {} if device == "cpu" else fsdp.model_dump()
+    return [f"{section}.{key}=true" for key in ("optimizer_offload", "param_offload") if values.get(key) is False]
 
 
 class TrainedRole(ModelRole):
@@ -191,9 +191,7 @@ class TrainedRole(ModelRole):
         """The divisor of the aggregation seq-mean-token-sum-norm."""
         return float(self.config.data.max_response_length)
 
-    def loss_of(
-        self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
 
         Columns are on the device, padded on the right: [rows, longest response], with their `response_mask`.
@@ -212,10 +210,9 @@ class TrainedRole(ModelRole):
         with self.trained.on_device(training=True):
             counts = count_losses(map(kept_lengths, batches), self.loss_scale_factor, self.device)
             splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
-            of_batches = [
-                self.trained.step(split, partial(self._loss_of_rows, batch, count))
-                for batch, count, split in zip(batches, counts, splits, strict=True)
-            ]
+            of_batches = []
+            for batch, count, split in zip(batches, counts, splits, strict=True):
+                of_batches.append(self.trained.step(split, partial(self._loss_of_rows, batch, count)))
             names = list(of_batches[0])
             numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
             columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
@@ -235,9 +232,7 @@ class TrainedRole(ModelRole):
         used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, gpu_name)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
-    def _loss_of_rows(
-        self, batch: DataProto, counts: LossCounts, rows: Sequence[int]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss_of_rows(self, batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
         part: DataProto = batch[rows]
         tokens, kept = TokenRows(part.batch, self.device), kept_lengths(part)
         of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}

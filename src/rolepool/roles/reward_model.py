@@ -7,16 +7,15 @@ model is a subclass with another `role` (docs/extending.md).
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
+from rolepool.data import rewards
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.reward_process import ScoringProcess
 from rolepool.data.reward_texts import READS, reward_texts
-from rolepool.data.rewards import NUMBERS, PRED, load_reward_function, score_batch, with_overlong_penalty
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -85,27 +84,20 @@ class RuleReward(Worker):
     def __init__(self, config: Config, setup: Setup) -> None:
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
-        custom = config.custom_reward_function
-        reward = load_reward_function(custom, config.reward, setup.reward)
-        self.reward = ScoringProcess(reward, custom) if reward.is_users else reward
+        reward = rewards.load_reward_function(config, setup.reward)
+        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*TOKENS, "data_source", "reward_model", "extra_info", "origin", "uid"),
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function returns."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
-        scored = score_batch(self.reward, data, texts)
+        scored = rewards.score_batch(self.reward, data, texts)
         if self.keys.overlong_buffer_cfg.enable:
-            scored = [with_overlong_penalty(*row, self.keys) for row in zip(scored, map(len, responses), strict=True)]
+            num_tokens = map(len, responses)
+            scored = [rewards.with_overlong_penalty(*row, self.keys) for row in zip(scored, num_tokens, strict=True)]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        arrays = {
-            NUMBERS: np.fromiter((row.numbers for row in scored), object),
-            PRED: np.fromiter((row.pred for row in scored), object),
-        }
-        return DataProto.from_dict({"scores": scores}, non_tensors=arrays)
+        others = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
+        return DataProto.from_dict({"scores": scores}, non_tensors=others)

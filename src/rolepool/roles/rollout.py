@@ -16,8 +16,7 @@ from rolepool.config.functions import import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
-from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import ragged
+from rolepool.protocol import DataProto, Dispatch, ragged, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
@@ -57,10 +56,9 @@ class Rollout(ModelRole):
             stop_token_ids=self.stop_token_ids,
         )
         columns = prompts.non_tensor_batch
-        requests = [
-            Request(list(ids), sample_seed(self.context.run_seed, uid, int(index)))
-            for ids, uid, index in zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
-        ]
+        rows = zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
+        seed = self.context.run_seed
+        requests = [Request(list(ids), sample_seed(seed, uid, int(index))) for ids, uid, index in rows]
         self.engine.wake()
         completions = self.engine.generate(requests, sampling)
         if self.keys.free_cache_engine:
@@ -73,11 +71,8 @@ class Rollout(ModelRole):
         responses = [completion.token_ids for completion in completions]
         num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
         tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
-        columns = {
-            "input_ids": ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response),
-            "num_prompt_tokens": num_prompt,
-            "num_response_tokens": num_response,
-        }
+        ids = ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response)
+        columns = {"input_ids": ids, "num_prompt_tokens": num_prompt, "num_response_tokens": num_response}
         if self.keys.calculate_log_probs:
             log_probs = np.concatenate([completion.log_probs for completion in completions])
             columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
@@ -85,9 +80,8 @@ class Rollout(ModelRole):
 
     def smaller(self, method: str) -> list[str]:
         section, own = self.spec.section, []
-        num_at_once = min(
-            self.keys.max_num_seqs, self.config.data.train_batch_size * self.keys.n // self.context.dp_size
-        )
+        num_sequences = self.config.data.train_batch_size * self.keys.n // self.context.dp_size
+        num_at_once = min(self.keys.max_num_seqs, num_sequences)
         if method == "generate_sequences" and num_at_once > 1:
             own.append(f"{section}.max_num_seqs={num_at_once // 2}")
         num_parallel = 2 * self.keys.tensor_model_parallel_size

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rolepool.config.model_files import why_not_native
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
-from rolepool.placement.models import why_not_native
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
 from rolepool.rollout.tensor_parallel import TensorParallel
 

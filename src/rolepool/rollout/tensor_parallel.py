@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 
+from rolepool.config.model_files import why_not_parallel
 from rolepool.errors import ConfigError, DataError, first_few
-from rolepool.placement.models import why_not_parallel
 
 _BY_OUTPUT, _BY_INPUT = 0, 1
 

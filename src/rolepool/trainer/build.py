@@ -98,7 +98,7 @@ def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None =
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
-        load_reward_function(config.custom_reward_function, config.reward, reward)
+        load_reward_function(config, reward)
     elif reward is not None:
         raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
 
