@@ -31,7 +31,7 @@ from rolepool.placement.render import plan_as_json, plan_as_text
 from rolepool.report.run import read_run
 
 if TYPE_CHECKING:
-    from rolepool.trainer.callbacks import OnStep, OnValidation
+    from rolepool.trainer.console import OnStep, OnValidation
 
 Source = str | Path | Mapping[str, Any] | LoadedConfig
 """A config file or the name of a recipe, keys with values, or a config that was loaded."""
