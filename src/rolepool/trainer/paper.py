@@ -6,8 +6,9 @@ Owns finding the step function, and turning the recorded calls into a graph. Imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,19 +43,17 @@ def schedule_of(config: Config) -> Schedule:
     number = config.trainer.critic_warmup + 1
 
     def sync(version: int) -> Any:
-        return [notes.call((Role.Actor, Role.Rollout), ())]
+        return [notes.call((Role.Actor, Role.Rollout))]
 
     roles = Roles({role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)}, sync)
     made: Any = run(config, roles, notes, PaperBatch(), number)
     names = {call: name for name, batches in made.calls.items() for batch in batches for call in batch.calls}
     num_calls = len(notes.made)
+    names[num_calls] = f"{NEXT_STEP}gen"
     run(config, roles, notes, PaperBatch(), number + 1)
-    calls = [
-        ScheduledCall(names.get(position, "adv"), frozenset(workers), frozenset(after))
-        for position, (workers, after) in enumerate(notes.made[:num_calls])
-    ]
-    workers, after = notes.made[num_calls]
-    return Schedule((*calls, ScheduledCall(f"{NEXT_STEP}gen", frozenset(workers), frozenset(after))))
+    calls = enumerate(notes.made[: num_calls + 1])
+    named = [(names.get(position, "adv"), workers, after) for position, (workers, after) in calls]
+    return Schedule(tuple(ScheduledCall(name, frozenset(workers), frozenset(after)) for name, workers, after in named))
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ class _Notes:
     waited_for: set[int] = field(default_factory=set)
     """The calls that the driver has waited for."""
 
-    def call(self, roles: tuple[Role, ...], given: Iterable[PaperBatch]) -> PaperBatch:
+    def call(self, roles: tuple[Role, ...], *args: Any, **kwargs: Any) -> PaperBatch:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, PaperBatch)]
         after = {call for batch in given for call in batch.calls} | self.waited_for
         after.update(self.last_of[role] for role in roles if role in self.last_of)
         position = len(self.made)
@@ -94,8 +94,7 @@ class _Notes:
         self, prompts: Any, rollouts: Any, scores: Any, values: Any, log_probs: list[Any], baselines: Any
     ) -> SimpleNamespace:
         """Replaces the estimator: the driver waits for all that it is given."""
-        given = (rollouts, scores, values, *log_probs, baselines)
-        batch = self.call((), [future for future in given if future is not None])
+        batch = self.call((), rollouts, scores, values, *log_probs, baselines)
         self.waited_for |= batch.calls
         return SimpleNamespace(batch=batch, lengths=())
 
@@ -109,8 +108,4 @@ class _PaperRole:
     dp_size: int = 1
 
     def __getattr__(self, method: str) -> Callable[..., PaperBatch]:
-        def call(*args: Any, **kwargs: Any) -> PaperBatch:
-            given = (*args, *kwargs.values())
-            return self.notes.call((self.role,), [value for value in given if isinstance(value, PaperBatch)])
-
-        return call
+        return partial(self.notes.call, (self.role,))
