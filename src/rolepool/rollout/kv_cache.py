@@ -41,10 +41,7 @@ class SlotCache:
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
-        self._lines = [
-            (keys.view(-1, shape.head_dim), values.view(-1, shape.head_dim))
-            for keys, values in zip(self._keys, self._values, strict=True)
-        ]
+        self._lines = list(zip(self._keys.flatten(1, 3), self._values.flatten(1, 3), strict=True))
 
     @property
     def place(self) -> list[int]:
@@ -167,10 +164,9 @@ class DecodeBatch:
         counts = steps[torch.tensor(ended, device=self._device)].tolist()
         longest = max(counts)
         sampled, log_probs = (storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs))
-        samples = [
-            (self._rows[index].request, sampled[i, :count], log_probs[i, :count])
-            for i, (index, count) in enumerate(zip(ended, counts, strict=True))
-        ]
+        requests = [self._rows[index].request for index in ended]
+        padded = zip(requests, counts, sampled, log_probs, strict=True)
+        samples = [(request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded]
         # The last rows take the places of those that are removed.
         num_before, came_from = self.num_running, list(range(self.num_running))
         for index in sorted(ended, reverse=True):
