@@ -101,7 +101,6 @@ class DecodeBatch:
         self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
-        self._free = list(range(num_rows))[::-1]
         self._clock = 0
         self._recount()
 
@@ -124,7 +123,8 @@ class DecodeBatch:
     ) -> list[int]:
         """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
         rows = slice(self.num_running, self.num_running + len(requests))
-        slots = [self._free.pop() for _ in requests]
+        taken = {row.slot for row in self._rows}
+        slots = [slot for slot in range(self.num_rows) if slot not in taken][: len(requests)]
         for request, slot, length, limit in zip(requests, slots, prompt_lengths, limits, strict=True):
             self._rows.append(_Row(request, slot, self._clock - length, self._clock + limit - 1))
         last_positions, zeros = [length - 1 for length in prompt_lengths], [0] * len(requests)
@@ -170,7 +170,6 @@ class DecodeBatch:
         # The last rows take the places of those that are removed.
         num_before, came_from = self.num_running, list(range(self.num_running))
         for index in sorted(ended, reverse=True):
-            self._free.append(self._rows[index].slot)
             self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
             self._rows.pop()
             came_from.pop()
@@ -186,8 +185,6 @@ class DecodeBatch:
                     storage[index] = storage[source]
                 self._rows[index] = row._replace(slot=index)
                 self.slots[index] = index
-        if not (self._scattered and self._rows):  # else the free slots are not the last ones
-            self._free = list(range(self.num_running, self.num_rows))[::-1]
         self._recount()
         return samples
 

@@ -267,7 +267,7 @@ class _Generation:
         limits = [_num_new(self._requests[index], self._sampling) for index in order]
         lengths = [len(prompts[number]) for number in numbers]
         slots = self._batch.enter(order, lengths, limits, [self._streams[index] for index in order])
-        micro_batches = _split_prompts(prompts, self._engine._max_num_batched_tokens)
+        micro_batches = _split_prompts(prompts, self._engine.max_num_batched_tokens)
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in micro_batches])
         for row in range(len(prompts), len(order)):
             self._cache.copy(slots[numbers[row]], slots[row], lengths[row])
@@ -306,7 +306,7 @@ class _Generation:
         logits = self._decoder.head(final)
         tokens, log_probs = choose(logits, self._batch.streams[rows], self._batch.steps[rows], self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and hang.
-        self._batch.record(rows, self._engine._parallel.first(tokens), log_probs)
+        self._batch.record(rows, self._engine.parallel.first(tokens), log_probs)
 
 
 class StepGraphs:

@@ -59,8 +59,7 @@ def start(
     if problems := loaded.why_not_trained():
         raise ConfigError(problems)
     if death is not None and death.has_checkpoint:
-        keys = loaded.config.trainer.model_copy(update={"resume_mode": "auto"})
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"trainer": keys}))
+        loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 
     from rolepool.config.recipes import DEMO_FOLDER, trains_demo
 
