@@ -6,8 +6,6 @@ rank runs its calls one after another; a call starts after the calls whose resul
 the driver has queued it. The only operation known by name is generation, because a step begins with it.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from rolepool.placement.plan import DRIVER as DRIVER
 from rolepool.placement.plan import RULE_POOL as RULE_POOL
@@ -61,7 +59,7 @@ class Span(NamedTuple):
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    def on_clock(self, ahead_s: float) -> Span:
+    def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""
         return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
 

@@ -4,13 +4,11 @@ Owns finding the step function, and turning the recorded calls into a graph. Imp
 `plan` can use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
@@ -52,8 +50,7 @@ def schedule_of(config: Config) -> Schedule:
     names[num_calls] = f"{NEXT_STEP}gen"
     run(config, roles, notes, PaperBatch(), number + 1)
     calls = enumerate(notes.made[: num_calls + 1])
-    named = [(names.get(position, "adv"), workers, after) for position, (workers, after) in calls]
-    return Schedule(tuple(ScheduledCall(name, frozenset(workers), frozenset(after)) for name, workers, after in named))
+    return Schedule(tuple(ScheduledCall(names.get(position, "adv"), *call) for position, call in calls))
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,10 @@ class PaperBatch:
 
     calls: frozenset[int] = frozenset()
 
-    def union(self, other: PaperBatch) -> PaperBatch:
-        return PaperBatch(self.calls | other.calls)
+    def union(self, other: Self) -> Self:
+        return replace(self, calls=self.calls | other.calls)
 
-    def reorder(self, order: object) -> PaperBatch:
+    def reorder(self, order: object) -> Self:
         return self
 
     select = __getitem__ = reorder  # some rows or columns come from the same calls
@@ -75,18 +72,18 @@ class PaperBatch:
 class _Notes:
     """The calls that were made, by position: the roles of each, and the calls that end before it starts."""
 
-    made: list[tuple[tuple[Role, ...], set[int]]] = field(default_factory=list)
+    made: list[tuple[frozenset[Role], frozenset[int]]] = field(default_factory=list)
     last_of: dict[Role, int] = field(default_factory=dict)
     """The last call of each role."""
     waited_for: set[int] = field(default_factory=set)
     """The calls that the driver has waited for."""
 
-    def call(self, roles: tuple[Role, ...], *args: Any, **kwargs: Any) -> PaperBatch:
+    def call(self, roles: tuple[Role, ...], /, *args: Any, **kwargs: Any) -> PaperBatch:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, PaperBatch)]
         after = {call for batch in given for call in batch.calls} | self.waited_for
         after.update(self.last_of[role] for role in roles if role in self.last_of)
         position = len(self.made)
-        self.made.append((roles, after))
+        self.made.append((frozenset(roles), frozenset(after)))
         self.last_of.update(dict.fromkeys(roles, position))
         return PaperBatch(frozenset({position}))
 
