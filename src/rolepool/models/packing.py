@@ -75,8 +75,8 @@ class TokenRows:
         is_real = torch.arange(width) < self.lengths[:, None]
         places = self._rows * width + self._positions
         ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(0, self._on_device(places), self.ids)
-        inputs = {"input_ids": ids.view(is_real.shape), "attention_mask": self._on_device(is_real.long())}
-        return inputs, self._on_device(places[self._places_of_responses] - 1)
+        before = self._on_device(places[self._places_of_responses] - 1)
+        return {"input_ids": ids.view(is_real.shape), "attention_mask": self._on_device(is_real.long())}, before
 
     def pad(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as [rows, longest response], with zeros after the end of each response."""
