@@ -29,7 +29,7 @@ from rolepool.placement.render import PlanSummary as PlanSummary
 from rolepool.report.run import read_run
 
 if TYPE_CHECKING:
-    from rolepool.trainer.callbacks import OnStep, OnValidation
+    from rolepool.trainer.console import OnStep, OnValidation
 
 Source = str | Path | Mapping[str, Any] | LoadedConfig
 """A config file or the name of a recipe, keys with values, or a config that was loaded."""

@@ -152,7 +152,7 @@ def test_on_a_gpu_a_smaller_part_runs_fewer_sequences_at_once(demo: Demo) -> Non
     cache = large.engine._cache
     assert cache is not None and cache.num_slots == 3
     slot_bytes = cache.shape.slot_bytes(cache.length)
-    held = sum(tensor.nbytes for tensor in large.engine._model.parameters())
+    held = sum(tensor.nbytes for tensor in large.engine.model.parameters())
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(0.5)
     try:

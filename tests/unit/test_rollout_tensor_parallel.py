@@ -159,7 +159,7 @@ class Said:
 def say(model: Any, trainer: Any, **settings: Any) -> Said:
     """With noise of more than float64's rounding, which is the same on two ranks, and another on one."""
     engine = make_engine(model, **settings)
-    with noise_on_logits(NOISE, seed=engine._parallel.size):
+    with noise_on_logits(NOISE, seed=engine.parallel.size):
         return Said(
             engine.generate(REQUESTS, GREEDY),
             engine.generate(REQUESTS, SAMPLED),

@@ -4,8 +4,6 @@ The driver turns values, batches and futures into a message, and the worker turn
 of the driver is written once for each part. The data of a future is not copied: the message only has references to it.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Owns what is said if a part of Ray dies. Workers that die while Ray lives are the business of `rolepool.cluster.group`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ Owns the daemon. It ends with the process that started it, no matter how that pr
 pools nor Ray.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -13,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rolepool.errors import PlacementError
 
@@ -80,17 +78,11 @@ class MpsDaemon:
     def _control(self, command: str, *options: str) -> str | None:
         """The answer to a command; None if it fails. Read from a file, because the daemon may keep a pipe open."""
         output = self._logs / "output"
+        settings: dict[str, Any] = {"env": self._full_environment, "timeout": ASK_TIMEOUT_S, "check": True}
         with output.open("w") as file:
             try:
-                subprocess.run(
-                    [CONTROL, *options],
-                    input=f"{command}\n".encode(),
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=self._full_environment,
-                    timeout=ASK_TIMEOUT_S,
-                    check=True,
-                )
+                text = f"{command}\n".encode()
+                subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
             except subprocess.SubprocessError:
                 return None
         return output.read_text().strip()

@@ -3,8 +3,6 @@
 Ray shows on the driver's console what a worker writes to its standard output and standard error.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -4,8 +4,6 @@ Owns the removal of such folders, and of processes of Ray that outlived a driver
 import ray.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

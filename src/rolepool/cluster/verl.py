@@ -5,8 +5,6 @@ Owns the names of `verl.single_controller.ray` that programs use, so that their 
 a pool share its processes, like the classes of one `create_colocated_worker_cls` in verl.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

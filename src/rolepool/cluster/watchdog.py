@@ -1,18 +1,17 @@
-"""Finds calls that do not end, and says what the processes of the pool do.
+"""What runs now in each pool: a file for other programs such as `rolepool watch`, and a report if a call does not end.
 
-A thread of the driver looks at the running call of each pool once per second. Owns when a call counts as stalled, the
-report with the Python stacks of all ranks, and what happens then.
+Threads of the driver ask Ray once per second which calls have ended. The workers and the step do not wait for them.
+Owns when a call counts as stalled, the report with the Python stacks of all ranks, and what happens then.
 """
 
-from __future__ import annotations
-
+import json
 import os
 import re
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import PendingCall, WorkerGroup, error_of
 from rolepool.cluster.launch import Process
-from rolepool.cluster.live import INTERVAL_S, calls_so_far
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import WorkerError, first_few
 from rolepool.files import write_atomically
+from rolepool.metrics.run_folder import State
+from rolepool.placement.roles import OPERATIONS
 
+INTERVAL_S = 1.0
 MIN_LIMIT_S = 60.0
 LIMIT_FACTOR = 5
 FIRST_LIMIT_S = 600.0
@@ -41,6 +42,67 @@ WAITS = re.compile("distributed_c10d|_functional_collectives")
 """In the stacks of a process that is inside a collective."""
 MAX_NAMED = 4
 ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
+
+
+def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
+    """Call `look` once per second, in a thread. Returns a function that ends the thread."""
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(INTERVAL_S):
+            look()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        stopped.set()
+        thread.join()
+
+    return stop
+
+
+def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:
+    """The calls of a pool up to the one that runs now, with the times at which they were first seen to run and to have
+    ended. Calls run one after another, so the first call that has not ended is running, or it waits for its inputs."""
+    for call in (call for reference in list(group.recent) if (call := reference()) is not None and call.all_objects):
+        if call.end_s is None and not all(source.has_ended(within_s=0) for source in call.sources):
+            return
+        call.start_s = call.start_s or time.time()
+        if call.end_s is None and call.has_ended(within_s=0):
+            call.end_s = time.time()
+        yield call
+        if call.end_s is None:
+            return
+
+
+class LiveState:
+    """Writes a `State` as JSON once per second, until `stop`."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], write: Callable[[str], None]) -> None:
+        self._groups, self._write = groups, write
+        # Two operations have the same method; the first one in the order of a step gives the name.
+        operations = list(reversed(OPERATIONS.values()))
+        self._names = {method: one.name for one in operations for method in (one.method, *one.other_methods)}
+        self.begin("starting")
+        self.stop = once_per_second(self._look)
+
+    def begin(self, what: str) -> None:
+        """What the run does from now on: a step, a validation, a save."""
+        self._what, self._since_s = what, time.time()
+
+    def _look(self) -> None:
+        pools = {pool: list(self._operations(group)) for pool, group in list(self._groups.items())}
+        state = State(time.time(), self._what, self._since_s, pools)
+        with suppress(OSError):  # the run itself reports a full disk
+            self._write(json.dumps(state._asdict()))
+
+    def _operations(self, group: WorkerGroup) -> Iterator[tuple[str, float, float | None]]:
+        """Name, start and end of what the pool has run since `begin`."""
+        for call in calls_so_far(group):
+            is_new = call.end_s is None or call.end_s > self._since_s
+            if call.number and call.start_s is not None and is_new:  # those without a number construct a role
+                yield self._names.get(call.method, call.method), call.start_s, call.end_s
 
 
 class Finding(NamedTuple):
@@ -62,9 +124,7 @@ class Watchdog:
         self._what = "start"
         self._with_logs: set[str] = set()
         self._reported: weakref.WeakSet[PendingCall] = weakref.WeakSet()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.stop = once_per_second(self._look)
 
     def begin(self, what: str) -> None:
         """What the run does from now on, such as a step. The output of processes that are new goes to files, too."""
@@ -74,22 +134,14 @@ class Watchdog:
                 self._with_logs.add(process.actor_id)
                 process.actor.limit_output.remote(str(self._folder / "logs" / f"{process.pool}-{process.rank}.log"))
 
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(INTERVAL_S):
-            for group in list(self.groups.values()):
-                with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
-                    self._check(group)
-
-    def _check(self, group: WorkerGroup) -> None:
-        for call in calls_so_far(group):
-            is_stalled = call.end_s is None and call.start_s and time.time() - call.start_s > self._limit_s(call)
-            if is_stalled and call not in self._reported:
-                self._reported.add(call)
-                self._report(call, examine(group.processes))
+    def _look(self) -> None:
+        for group in list(self.groups.values()):
+            with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
+                for call in calls_so_far(group):
+                    took_s = time.time() - call.start_s if call.start_s and call.end_s is None else 0.0
+                    if took_s > self._limit_s(call) and call not in self._reported:
+                        self._reported.add(call)
+                        self._report(call, examine(group.processes))
 
     def _limit_s(self, call: PendingCall) -> float:
         longest_s = call.group.longest_s.get((call.role, call.method))

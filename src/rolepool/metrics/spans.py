@@ -6,15 +6,14 @@ rank runs its calls one after another; a call starts after the calls whose resul
 the driver has queued it. The only operation known by name is generation, because a step begins with it.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, groupby, pairwise
-from typing import Literal, NamedTuple
+from operator import itemgetter
+from typing import Literal, NamedTuple, Self
 
 from rolepool.placement.plan import DRIVER as DRIVER
 from rolepool.placement.plan import RULE_POOL as RULE_POOL
@@ -60,7 +59,7 @@ class Span(NamedTuple):
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    def on_clock(self, ahead_s: float) -> Span:
+    def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""
         return self._replace(start_s=self.start_s - ahead_s, end_s=self.end_s - ahead_s)
 
@@ -117,28 +116,25 @@ class Timeline(list[Recorded]):
     def __init__(self, spans: Iterable[Recorded]) -> None:
         super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
         of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self._previous: list[int] = []
-        """Position of the previous span of the same rank, for each span."""
-        calls: list[tuple[int, str, int, str]] = []
-        slowest: dict[tuple[int, str, int, str], int] = {}  # position of the span that ended last, for each call
+        of_call: dict[tuple[int, str, int, str], list[int]] = defaultdict(list)
         for position, (step, operation, span) in enumerate(self):
-            before = of_rank[span.pool, span.rank]
-            self._previous.append(before[-1] if before else NONE)
-            before.append(position)
-            call = (span.call, span.pool, step, operation)  # a resumed run numbers its calls from 0 again
-            calls.append(call)
-            if call not in slowest or span.end_s > self[slowest[call]].span.end_s:
-                slowest[call] = position
-        self.call_ends_s = [self[slowest[call]].span.end_s for call in calls]
-        """When the slowest rank of the same call ended, for each span."""
+            of_rank[span.pool, span.rank].append(position)
+            of_call[span.call, span.pool, step, operation].append(position)  # a resumed run numbers from 0 again
         self.of_rank = dict(sorted(of_rank.items()))
         """Positions of the spans of each pool and rank."""
         self.starts_of_rank = {rank: [self[at].span.start_s for at in of_rank[rank]] for rank in self.of_rank}
+        self._previous = {after: before for positions in of_rank.values() for before, after in pairwise(positions)}
+        """Position of the previous span of the same rank, for each span that has one."""
+        self.call_ends_s = [0.0] * len(self)
+        """When the slowest rank of the same call ended, for each span."""
         self._numbered: dict[int, list[int]] = defaultdict(list)
         """Positions of the slowest spans by call number; after a resume, several calls have the same number."""
-        for (number, pool, _, _), position in slowest.items():
+        for (number, pool, _, _), positions in of_call.items():
+            slowest = max(positions, key=lambda at: self[at].span.end_s)
+            for position in positions:
+                self.call_ends_s[position] = self[slowest].span.end_s
             if pool != DRIVER:
-                self._numbered[number].append(position)
+                self._numbered[number].append(slowest)
 
     def inputs_of(self, position: int) -> Iterator[int]:
         """For each call whose result was an input of a span: the position of that call's slowest span."""
@@ -169,26 +165,25 @@ class Timeline(list[Recorded]):
     def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
         """When a span that was running at `time_s` started to work, and the position and time of what it waited for."""
         span = self[position].span
-        cause, cause_s = NONE, float("-inf")
+        causes = [(NONE, float("-inf"))]
         for slowest in self.inputs_of(position):
             given = self[slowest].span
-            given_s = min(given.end_s, time_s)
             # The driver waits inside its spans, so it has only the results of calls that have ended. A worker has all
             # its inputs when it starts: an input that ends later is a difference between two clocks.
-            has_it = given.end_s <= time_s if span.pool == DRIVER else given.start_s <= time_s
-            if has_it and given_s > cause_s:
-                cause, cause_s = slowest, given_s
+            if (given.end_s if span.pool == DRIVER else given.start_s) <= time_s:
+                causes.append((slowest, min(given.end_s, time_s)))
+        cause, cause_s = max(causes, key=itemgetter(1))
         if cause_s >= span.start_s:
             return cause_s, cause, cause_s
-        others = [(self._previous[position], span.start_s)]
-        if span.pool != DRIVER:
-            queued_s = min(span.queued_s, span.start_s)
-            index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
-            others.append((self.of_rank[DRIVER, 0][index] if index >= 0 else NONE, queued_s))
-        for other, latest_s in others:
-            if other != NONE and min(self[other].span.end_s, latest_s) > cause_s:
-                cause, cause_s = other, min(self[other].span.end_s, latest_s)
-        return span.start_s, cause, cause_s
+        if position in self._previous:
+            before = self._previous[position]
+            causes.append((before, min(self[before].span.end_s, span.start_s)))
+        queued_s = min(span.queued_s, span.start_s)
+        index = bisect_right(self.starts_of_rank.get((DRIVER, 0), ()), queued_s) - 1
+        if span.pool != DRIVER and index >= 0:
+            queued_by = self.of_rank[DRIVER, 0][index]
+            causes.append((queued_by, min(self[queued_by].span.end_s, queued_s)))
+        return span.start_s, *max(causes, key=itemgetter(1))
 
 
 def operation_times(spans: Iterable[Recorded]) -> dict[str, float]:
@@ -317,12 +312,10 @@ def step_metrics(timeline: Timeline, start_s: float, end_s: float) -> dict[str, 
         metrics[f"pool/{pool}/wait_s"] = seconds["data"] / len(ranks)
         metrics[f"pool/{pool}/peak_memory_gb"] = peak_bytes / 2**30
     overlap_s = saved_s = 0.0
-    num_busy_ranks: dict[str, int] = defaultdict(int)
-    num_busy_pools = 0
+    num_busy_ranks: Counter[str] = Counter()
     for (time_s, change, pool), (next_s, _, _) in pairwise(sorted(changes)):
         num_busy_ranks[pool] += change
-        if num_busy_ranks[pool] == max(change, 0):  # its first rank has started, or its last one has ended
-            num_busy_pools += change
+        num_busy_pools = sum(map(bool, num_busy_ranks.values()))
         overlap_s += next_s - time_s if num_busy_pools > 1 else 0.0
         saved_s += (next_s - time_s) * max(num_busy_pools - 1, 0)
     metrics["overlap/fraction"] = overlap_s / wall_s if wall_s else 0.0

@@ -86,12 +86,11 @@ class RankState(BaseModel):
 # One role
 
 
-def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES, hashed: bool = True) -> None:
+def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
     """Write weights, optimizer states, number of updates and random states into a new folder.
 
     All ranks of the pool call it, and each writes its own shards; replicas and tied weights are written once. The
     folder is complete when the last rank has returned; the caller waits for that before it publishes the folder.
-    Hashes are for files that are kept on a disk.
     """
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,9 +112,8 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     text = rank_state(trained).model_dump_json(fallback=lambda array: array.tolist())
     own = folder / rank_file(rank, num_ranks)
     own.write_text(text, encoding="utf-8")
-    if hashed:
-        shards = folder.glob(f"shard-{rank + 1:05d}-*.safetensors")
-        write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
+    shards = folder.glob(f"shard-{rank + 1:05d}-*.safetensors")
+    write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
 def rank_state(trained: TrainedModel, number: int | None = None) -> RankState:
@@ -131,10 +129,9 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
     """
     ranks, saved = _read_saved(folder)
     if misfits := list(_misfits(saved, trained)):
-        raise ConfigError(
-            f"{folder}: was saved from another model ({first_few(misfits, 3, '; ')}); set the model that it was saved "
-            "from, or start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
-        )
+        problem = f"was saved from another model ({first_few(misfits, 3, '; ')}); set the model that it was saved from"
+        fix = "start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
+        raise ConfigError(f"{folder}: {problem}, or {fix}")
     trained.optimizer.state.clear()
     trained.forgive()
     with trained.on_device(training=True), torch.no_grad():
@@ -306,11 +303,8 @@ def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes
         raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
     _, saved = _read_saved(folder)
     check_hashes(folder)
-    weights = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in saved.items()
-        if not name.endswith(tuple(f"/{state}" for state in OPTIMIZER_STATES))
-    }
+    kept = {name: tensor for name, tensor in saved.items() if "/" not in name}  # no optimizer states
+    weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in kept.items()}
     _read_tensors(folder, weights)
     out_dir = out_dir.absolute()
     temporary = temporary_folder(out_dir)

@@ -21,7 +21,7 @@ from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
-from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, ragged, ragged_parts
+from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts
 
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
 """Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
@@ -62,18 +62,12 @@ class TokenRows:
     def packed_inputs(self) -> tuple[dict[str, object], Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each response token."""
         lengths = self.lengths[self.lengths > 0]
-        starts = self._on_device(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int())
+        starts = self._on_device(offsets_of(lengths).int())
         longest = int(lengths.max())
-        inputs = {
-            "input_ids": self.ids.unsqueeze(0),
-            "position_ids": self._on_device(self._positions).unsqueeze(0),
-            # Models pass these to attention: where sequences start (and the last one ends), and the longest length.
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-        return inputs, self._on_device(self._places_of_responses - 1)
+        # Models pass these to attention: where sequences start (and the last one ends), and the longest length.
+        where = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        tokens = {"input_ids": self.ids.unsqueeze(0), "position_ids": self._on_device(self._positions).unsqueeze(0)}
+        return {**tokens, **where}, self._on_device(self._places_of_responses - 1)
 
     def padded_inputs(self, pad_token_id: int = 0) -> tuple[dict[str, object], Tensor]:
         """The same with one row each, padded on the right to the longest; places count through all rows."""
@@ -81,10 +75,8 @@ class TokenRows:
         is_real = torch.arange(width) < self.lengths[:, None]
         places = self._rows * width + self._positions
         ids = self.ids.new_full((is_real.numel(),), pad_token_id).index_copy(0, self._on_device(places), self.ids)
-        mask = self._on_device(is_real.long())
-        return {"input_ids": ids.view(is_real.shape), "attention_mask": mask}, self._on_device(
-            places[self._places_of_responses] - 1
-        )
+        before = self._on_device(places[self._places_of_responses] - 1)
+        return {"input_ids": ids.view(is_real.shape), "attention_mask": self._on_device(is_real.long())}, before
 
     def pad(self, of_responses: Tensor) -> Tensor:
         """Values of response tokens as [rows, longest response], with zeros after the end of each response."""
@@ -158,9 +150,8 @@ def packed_attention(
     needs no mask and does not repeat keys and values. On a CPU sequences are padded.
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise RolepoolError(
-            f"{type(module).__name__} was not told where packed sequences start: write use_remove_padding=false"
-        )
+        problem = f"{type(module).__name__} was not told where packed sequences start"
+        raise RolepoolError(f"{problem}: write use_remove_padding=false")
     if query.device.type == "cuda":
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         where = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)

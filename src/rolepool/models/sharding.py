@@ -107,9 +107,8 @@ def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Con
     call = _Call(module, getattr(module, method))
 
     def with_copies(*args: Any, **kwargs: Any) -> Any:
-        copies = {
-            f"module.{name}": weight.to(dtype) for name, weight in call.module.named_parameters() if name in weights
-        }
+        named = call.module.named_parameters()
+        copies = {f"module.{name}": weight.to(dtype) for name, weight in named if name in weights}
         return functional_call(call, copies, args, kwargs)
 
     setattr(module, method, with_copies)
@@ -186,17 +185,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over_ranks(numbers: Iterable[float], device: str) -> list[float]:
-    """Every number summed over the pool. All ranks must have as many numbers."""
-    return _reduced(numbers, dist.ReduceOp.SUM, device)
-
-
 def max_over_ranks(value: int, device: str) -> int:
     """The largest of the ranks' values."""
-    return int(_reduced([value], dist.ReduceOp.MAX, device)[0])
+    return int(sum_over_ranks([value], device, dist.ReduceOp.MAX)[0])
 
 
-def _reduced(numbers: Iterable[float], operation: Any, device: str) -> list[float]:
+def sum_over_ranks(numbers: Iterable[float], device: str, operation: Any = dist.ReduceOp.SUM) -> list[float]:
+    """Every number summed over the pool (or reduced by another operation). All ranks must have as many numbers."""
     values = torch.tensor(list(numbers), dtype=torch.float64)
     if len(values) and rank_and_count()[1] > 1:
         values = values.to(device)

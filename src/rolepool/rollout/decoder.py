@@ -4,8 +4,6 @@ Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are comput
 activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby, pairwise
@@ -275,10 +273,8 @@ def refuse_unknown(model: Any) -> None:
         is_projection = name.endswith("_proj") or name == "lm_head"
         # The `weight` of a projection with an adapter, or of a quantized one, does not tell what it computes.
         if is_projection and type(module).forward is not nn.Linear.forward:
-            raise RolepoolError(
-                f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}. "
-                "Merge adapters into the weights first"
-            )
+            problem = f"the native rollout engine needs plain linear layers; {name} is a {type(module).__name__}"
+            raise RolepoolError(f"{problem}. Merge adapters into the weights first")
 
 
 def cache_shape(model: Any) -> CacheShape:

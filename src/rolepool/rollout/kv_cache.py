@@ -41,10 +41,7 @@ class SlotCache:
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros_like(self._keys)
         self._head_offsets_h = torch.arange(shape.num_heads, device=shape.device) * length
-        self._lines = [
-            (keys.view(-1, shape.head_dim), values.view(-1, shape.head_dim))
-            for keys, values in zip(self._keys, self._values, strict=True)
-        ]
+        self._lines = list(zip(self._keys.flatten(1, 3), self._values.flatten(1, 3), strict=True))
 
     @property
     def place(self) -> list[int]:
@@ -104,7 +101,6 @@ class DecodeBatch:
         self._log_probs = torch.zeros(num_rows, max_new_tokens + 1, device=device)
         self._stops = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
         self._rows: list[_Row] = []
-        self._free = list(range(num_rows))[::-1]
         self._clock = 0
         self._recount()
 
@@ -127,7 +123,8 @@ class DecodeBatch:
     ) -> list[int]:
         """Add rows, whose first tokens are sampled before the next step. Returns their slots."""
         rows = slice(self.num_running, self.num_running + len(requests))
-        slots = [self._free.pop() for _ in requests]
+        taken = {row.slot for row in self._rows}
+        slots = [slot for slot in range(self.num_rows) if slot not in taken][: len(requests)]
         for request, slot, length, limit in zip(requests, slots, prompt_lengths, limits, strict=True):
             self._rows.append(_Row(request, slot, self._clock - length, self._clock + limit - 1))
         last_positions, zeros = [length - 1 for length in prompt_lengths], [0] * len(requests)
@@ -167,14 +164,12 @@ class DecodeBatch:
         counts = steps[torch.tensor(ended, device=self._device)].tolist()
         longest = max(counts)
         sampled, log_probs = (storage[slots, :longest].cpu().numpy() for storage in (self._sampled, self._log_probs))
-        samples = [
-            (self._rows[index].request, sampled[i, :count], log_probs[i, :count])
-            for i, (index, count) in enumerate(zip(ended, counts, strict=True))
-        ]
+        requests = [self._rows[index].request for index in ended]
+        padded = zip(requests, counts, sampled, log_probs, strict=True)
+        samples = [(request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded]
         # The last rows take the places of those that are removed.
         num_before, came_from = self.num_running, list(range(self.num_running))
         for index in sorted(ended, reverse=True):
-            self._free.append(self._rows[index].slot)
             self._rows[index], came_from[index] = self._rows[-1], came_from[-1]
             self._rows.pop()
             came_from.pop()
@@ -190,8 +185,6 @@ class DecodeBatch:
                     storage[index] = storage[source]
                 self._rows[index] = row._replace(slot=index)
                 self.slots[index] = index
-        if not (self._scattered and self._rows):  # else the free slots are not the last ones
-            self._free = list(range(self.num_running, self.num_rows))[::-1]
         self._recount()
         return samples
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.config.model_files import num_positions
-from rolepool.errors import DataError, RolepoolError
+from rolepool.errors import DataError, RolepoolError, first_few
 from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol.worker import WorkerContext, free_bytes, part
@@ -84,6 +84,7 @@ class _DecodeState:
     graphs: StepGraphs | None
 
 
+@dataclass(eq=False, repr=False)
 class NativeEngine:
     """Generates with `model`, a Hugging Face causal language model of a known architecture, on the model's device.
 
@@ -96,31 +97,25 @@ class NativeEngine:
     `parallel` make the same calls; the first rank chooses the tokens.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        shared_weights: bool = False,
-        cache_bytes: Callable[[], int] | None = None,
-        shard: Shard | None = None,
-        parallel: TensorParallel | None = None,
-        enforce_eager: bool = False,
-    ) -> None:
-        refuse_unknown(model)
-        self.shared_weights, self.version = shared_weights, 0
-        self._model: Any = model
-        self._shard, self._parallel = shard, parallel or TensorParallel()
-        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._cache_bytes = cache_bytes
-        config: Any = model.config
+    model: Any
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    shared_weights: bool = False
+    cache_bytes: Callable[[], int] | None = None
+    shard: Shard | None = None
+    parallel: TensorParallel = field(default_factory=TensorParallel)
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.model)
+        self.version = 0
+        config = self.model.config
         self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
-        self._on_gpu = cache_shape(model).device.type == "cuda"
+        self._on_gpu = cache_shape(self.model).device.type == "cuda"
         self._check_interval = _CHECK_INTERVAL if self._on_gpu else 1
-        self._captures = self._on_gpu and not enforce_eager and self._parallel.size == 1
-        if self._on_gpu and not shared_weights:
-            join_weights(model)
+        self._captures = self._on_gpu and not self.enforce_eager and self.parallel.size == 1
+        if self._on_gpu and not self.shared_weights:
+            join_weights(self.model)
         self._cache: SlotCache | None = None
         self._state: _DecodeState | None = None
         self._asleep = False
@@ -131,9 +126,8 @@ class NativeEngine:
         if self._asleep:
             raise RolepoolError("the rollout engine is asleep: wake it before it generates")
         if self._arriving is not None:
-            raise RolepoolError(
-                "the last weight update failed halfway or has not ended: update the weights before generating"
-            )
+            problem = "the last weight update failed halfway or has not ended"
+            raise RolepoolError(f"{problem}: update the weights before generating")
         self._check_requests(requests, sampling)
         if not requests:
             return []
@@ -147,8 +141,8 @@ class NativeEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.shared_weights:
-            stream = self._arriving or WeightStream(self._model, self._shard)
-            self._arriving = WeightStream(self._model, self._shard)  # if copying fails, the next update starts again
+            stream = self._arriving or WeightStream(self.model, self.shard)
+            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
             stream.take(named_tensors)
             if version is not None:
                 stream.end()
@@ -174,23 +168,21 @@ class NativeEngine:
             if not num_prompt or min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
                 problems.append(f"request {index}: the prompt must have tokens, with ids in 0..{vocab_size - 1}")
             if num_prompt + num_new > limit:
-                problems.append(
-                    f"request {index}: a prompt of {num_prompt} and {num_new} new tokens are more than the "
-                    f"{limit} positions of the model (max_position_embeddings)"
-                )
+                given = f"a prompt of {num_prompt} and {num_new} new tokens"
+                most = f"the {limit} positions of the model (max_position_embeddings)"
+                problems.append(f"request {index}: {given} are more than {most}")
         if problems:
-            more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-            raise DataError(problems[:_MAX_PROBLEMS] + more)
+            raise DataError(first_few(problems, _MAX_PROBLEMS, "\n").splitlines())
 
     def _take_cache(self, requests: Sequence[Request], sampling: Sampling) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
         length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
-        num_slots, shape = min(self._max_num_seqs, len(requests)), cache_shape(self._model)
+        num_slots, shape = min(self.max_num_seqs, len(requests)), cache_shape(self.model)
         cache = self._cache
         if cache is None or cache.shape != shape or cache.num_slots < num_slots or cache.length < length:
             self._cache = cache = None  # before the new one is allocated, so that both never exist at once
-            if self._cache_bytes is not None:
-                num_bytes = self._parallel.smallest(self._cache_bytes(), shape.device)
+            if self.cache_bytes is not None:
+                num_bytes = self.parallel.smallest(self.cache_bytes(), shape.device)
                 num_slots = min(num_slots, num_bytes // shape.slot_bytes(length))
                 if num_slots < 1:
                     raise RolepoolError(
@@ -204,7 +196,7 @@ class NativeEngine:
     def _take_state(self, cache: SlotCache, requests: Sequence[Request], sampling: Sampling) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
         before = self._state
-        addresses = tuple(parameter.data_ptr() for parameter in self._model.parameters())
+        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
         if before is not None and before.addresses == addresses:
@@ -217,7 +209,7 @@ class NativeEngine:
         length, device = cache.length, cache.shape.device
         if self._on_gpu:  # with room for longer sequences in later calls
             length = min(self._max_positions, 2 ** (length - 1).bit_length())
-        decoder = Decoder(self._model, self._parallel, length)
+        decoder = Decoder(self.model, self.parallel, length)
         batch = DecodeBatch(num_rows, num_new, stops, device, scattered=self._on_gpu)
         state = _DecodeState(addresses, decoder, batch, StepGraphs() if self._captures else None)
         if self._on_gpu:
@@ -254,10 +246,8 @@ class _Generation:
                         self._step()
             for request, tokens, log_probs in self._batch.pop_finished(self._cache):
                 if not np.isfinite(log_probs).all():
-                    raise RolepoolError(
-                        f"request {request}: the model's logits are not finite (weights version {version}): "
-                        "its weights contain NaN or have diverged"
-                    )
+                    problem = f"the model's logits are not finite (weights version {version})"
+                    raise RolepoolError(f"request {request}: {problem}: its weights contain NaN or have diverged")
                 reason: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
                 completions[request] = Completion(tokens, log_probs, reason, version)
         return [completions[index] for index in range(len(self._requests))]
@@ -277,7 +267,7 @@ class _Generation:
         limits = [_num_new(self._requests[index], self._sampling) for index in order]
         lengths = [len(prompts[number]) for number in numbers]
         slots = self._batch.enter(order, lengths, limits, [self._streams[index] for index in order])
-        micro_batches = _split_prompts(prompts, self._engine._max_num_batched_tokens)
+        micro_batches = _split_prompts(prompts, self._engine.max_num_batched_tokens)
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in micro_batches])
         for row in range(len(prompts), len(order)):
             self._cache.copy(slots[numbers[row]], slots[row], lengths[row])
@@ -316,7 +306,7 @@ class _Generation:
         logits = self._decoder.head(final)
         tokens, log_probs = choose(logits, self._batch.streams[rows], self._batch.steps[rows], self._sampling)
         # All ranks take the first rank's tokens: ranks that disagree would make different calls and hang.
-        self._batch.record(rows, self._engine._parallel.first(tokens), log_probs)
+        self._batch.record(rows, self._engine.parallel.first(tokens), log_probs)
 
 
 class StepGraphs:

@@ -57,15 +57,13 @@ class Estimator:
     """Estimates advantages. Holds the KL controller, whose coefficient changes from step to step."""
 
     def __init__(self, config: Config) -> None:
-        self.keys = config.algorithm
+        keys = self.keys = config.algorithm
         self.loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
         self.limits = (config.data.max_prompt_length, config.data.max_response_length)
-        self.kl_controller = KLController(self.keys.kl_ctrl)
-        self.needs = adv_estimators.needs_of(self.keys.adv_estimator)
+        self.kl_controller = KLController(keys.kl_ctrl)
+        self.needs = adv_estimators.needs_of(keys.adv_estimator)
         if "values" in self.needs and not config.uses_critic:
-            raise ConfigError(
-                f"algorithm.adv_estimator={self.keys.adv_estimator}: it needs values; set critic.enable=true"
-            )
+            raise ConfigError(f"algorithm.adv_estimator={keys.adv_estimator}: it needs values; set critic.enable=true")
 
     def estimate(
         self,
@@ -104,24 +102,14 @@ class Estimator:
         rewards = tensors["token_level_scores"]
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
-            rewards, current_kl = apply_kl_penalty(
-                rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, coefficient, keys.kl_penalty
-            )
+            log_probs = tensors["old_log_probs"], tensors["ref_log_prob"]
+            rewards, current_kl = apply_kl_penalty(rewards, *log_probs, mask, coefficient, keys.kl_penalty)
             self.kl_controller.update(float(current_kl), len(mask))
             metrics["actor/reward_kl_penalty"] = float(current_kl)
             metrics["actor/reward_kl_penalty_coeff"] = float(coefficient)
-        advantages, returns = compute_advantage(
-            keys.adv_estimator,
-            rewards,
-            mask,
-            config=keys,
-            gamma=keys.gamma,
-            lam=keys.lam,
-            norm_adv_by_std_in_grpo=keys.norm_adv_by_std_in_grpo,
-            values=tensors.get("values"),
-            index=uids,
-            reward_baselines=baselines,
-        )
+        settings = keys.model_dump(include={"gamma", "lam", "norm_adv_by_std_in_grpo"})
+        inputs = {"values": tensors.get("values"), "index": uids, "reward_baselines": baselines}
+        advantages, returns = compute_advantage(keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs)
         tensors.update(token_level_rewards=rewards, advantages=advantages, returns=returns)
         return metrics
 

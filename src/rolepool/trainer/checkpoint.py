@@ -134,10 +134,9 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     saved = model_files.newest_checkpoint(run, [role]) if step is None else model_files.checkpoint_folder(run, step)
     if saved is None or not (saved / role).is_dir():
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / role).is_dir())
-        raise ConfigError(
-            f"{run}: no checkpoint of {role}{'' if step is None else f' at step {step}'}; "
-            f"{'there are ' + ', '.join(steps) if steps else 'set trainer.save_freq when training'}"
-        )
+        where = "" if step is None else f" at step {step}"
+        fix = f"there are {', '.join(steps)}" if steps else "set trainer.save_freq when training"
+        raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
     try:

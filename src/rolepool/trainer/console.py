@@ -4,7 +4,7 @@ Owns the text. Every number comes from the metrics of a step. Imports nothing th
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ SHORT_LINE: dict[str, tuple[str, ...]] = {
 }
 """Parts of the line of a step, each with the metrics it may come from; the first that the step has is shown."""
 
+OnStep = Callable[[int, dict[str, float]], object]
+"""Called with the number of a step and its metrics."""
+OnValidation = Callable[[int, dict[str, float], list[dict[str, Any]]], object]
+"""Called with the number of the last step, the metrics of the validation, and all responses with their scores."""
+
 
 def short_line(step: int, metrics: Mapping[str, float]) -> str:
     """`step 3/60  reward 0.512  KL 0.0012  length 4  0.31 s  8,214 tokens/s`"""
@@ -38,21 +43,18 @@ class TrainingConsole(Observer):
     """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress_of(steps)`.
 
     `loggers` is the value of trainer.logger. With `console` there is a short line for each step, with `verl` a line
-    with all metrics.
+    with all metrics. `on_step` is called after each step, and `on_validation` after each validation.
     """
 
-    def __init__(self, loggers: Sequence[str]) -> None:
+    def __init__(
+        self, loggers: Sequence[str], on_step: OnStep | None = None, on_validation: OnValidation | None = None
+    ) -> None:
         self._console = Terminal(soft_wrap=True)
-        self._loggers = loggers
+        self._loggers, self._on_step, self._on_validation = loggers, on_step, on_validation
         self._phase: tuple[str, float] | None = None
-        self.progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        description = TextColumn("{task.description}", markup=False)
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), description, TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self.progress.add_task("starting", total=None)
         self.rewards: list[float] = []
         self._samples: list[dict[str, Any]] = []
@@ -89,9 +91,14 @@ class TrainingConsole(Observer):
             self._console.print(short_line(step, metrics))
         if score is not None and "verl" not in self._loggers:
             self._console.print(f"validation after step {step}: mean reward {score:.3f}")
+        self._metrics = metrics
+        if self._on_step is not None and "timing_s/step" in metrics:  # not the row of a validation or of a checkpoint
+            self._on_step(step, metrics)
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]
+        if self._on_validation is not None:
+            self._on_validation(step, self._metrics, samples)
 
     def print_summary(self, run_folder: Path) -> None:
         """Print some responses of the last validation, the reward curve, the number of restarts, and the run folder."""

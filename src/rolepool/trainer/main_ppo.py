@@ -16,7 +16,7 @@ from rolepool.errors import ConfigError, RayDiedError
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
-    from rolepool.trainer.callbacks import OnStep, OnValidation
+    from rolepool.trainer.console import OnStep, OnValidation
     from rolepool.trainer.supervisor import Death
 
 
@@ -25,10 +25,8 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     options = Parser(program, train.__doc__, words="RECIPE, FILE or key=value").parse_intermixed_args(arguments)
     loaded = load_words(options, options.words if split_file is None else [split_file, *options.words])
     if split_file is not None and loaded.config.placement.strategy == "standard":
-        raise ConfigError(
-            "placement.strategy=standard: main_ppo_split trains in two pools; remove this setting, "
-            "or use rolepool.trainer.main_ppo"
-        )
+        fix = "remove this setting, or use rolepool.trainer.main_ppo"
+        raise ConfigError(f"placement.strategy=standard: main_ppo_split trains in two pools; {fix}")
     if not arguments or sys.argv[-len(arguments) :] != arguments:  # a Python program called `main` with a list
         start(loaded)
         return None
@@ -61,8 +59,7 @@ def start(
     if problems := loaded.why_not_trained():
         raise ConfigError(problems)
     if death is not None and death.has_checkpoint:
-        keys = loaded.config.trainer.model_copy(update={"resume_mode": "auto"})
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"trainer": keys}))
+        loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 
     from rolepool.config.recipes import DEMO_FOLDER, trains_demo
 
@@ -71,13 +68,12 @@ def start(
 
         make_demo(DEMO_FOLDER)
 
-    from rolepool.trainer.callbacks import CallbackConsole
+    from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.start_checks import check_start
 
     print_errors(loaded.notes(), label="note: ")
     print_errors([*loaded.warnings, *check_start(loaded.config)], label="warning: ")
-    console = CallbackConsole(loaded.config.trainer.logger)
-    console.on_step, console.on_validation = on_step, on_validation
+    console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
     console.on_phase("importing torch")
 
     from rolepool.trainer.loop import Trainer

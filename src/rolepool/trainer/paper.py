@@ -4,12 +4,11 @@ Owns finding the step function, and turning the recorded calls into a graph. Imp
 `plan` can use it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from rolepool.config import Config
 from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
@@ -42,19 +41,16 @@ def schedule_of(config: Config) -> Schedule:
     number = config.trainer.critic_warmup + 1
 
     def sync(version: int) -> Any:
-        return [notes.call((Role.Actor, Role.Rollout), ())]
+        return [notes.call((Role.Actor, Role.Rollout))]
 
     roles = Roles({role: _PaperRole(notes, role) for role in (*needed_roles(config)[0], Role.RewardModel)}, sync)
     made: Any = run(config, roles, notes, PaperBatch(), number)
     names = {call: name for name, batches in made.calls.items() for batch in batches for call in batch.calls}
     num_calls = len(notes.made)
+    names[num_calls] = f"{NEXT_STEP}gen"
     run(config, roles, notes, PaperBatch(), number + 1)
-    calls = [
-        ScheduledCall(names.get(position, "adv"), frozenset(workers), frozenset(after))
-        for position, (workers, after) in enumerate(notes.made[:num_calls])
-    ]
-    workers, after = notes.made[num_calls]
-    return Schedule((*calls, ScheduledCall(f"{NEXT_STEP}gen", frozenset(workers), frozenset(after))))
+    calls = enumerate(notes.made[: num_calls + 1])
+    return Schedule(tuple(ScheduledCall(names.get(position, "adv"), *call) for position, call in calls))
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,10 @@ class PaperBatch:
 
     calls: frozenset[int] = frozenset()
 
-    def union(self, other: PaperBatch) -> PaperBatch:
-        return PaperBatch(self.calls | other.calls)
+    def union(self, other: Self) -> Self:
+        return replace(self, calls=self.calls | other.calls)
 
-    def reorder(self, order: object) -> PaperBatch:
+    def reorder(self, order: object) -> Self:
         return self
 
     select = __getitem__ = reorder  # some rows or columns come from the same calls
@@ -76,17 +72,18 @@ class PaperBatch:
 class _Notes:
     """The calls that were made, by position: the roles of each, and the calls that end before it starts."""
 
-    made: list[tuple[tuple[Role, ...], set[int]]] = field(default_factory=list)
+    made: list[tuple[frozenset[Role], frozenset[int]]] = field(default_factory=list)
     last_of: dict[Role, int] = field(default_factory=dict)
     """The last call of each role."""
     waited_for: set[int] = field(default_factory=set)
     """The calls that the driver has waited for."""
 
-    def call(self, roles: tuple[Role, ...], given: Iterable[PaperBatch]) -> PaperBatch:
+    def call(self, roles: tuple[Role, ...], /, *args: Any, **kwargs: Any) -> PaperBatch:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, PaperBatch)]
         after = {call for batch in given for call in batch.calls} | self.waited_for
         after.update(self.last_of[role] for role in roles if role in self.last_of)
         position = len(self.made)
-        self.made.append((roles, after))
+        self.made.append((frozenset(roles), frozenset(after)))
         self.last_of.update(dict.fromkeys(roles, position))
         return PaperBatch(frozenset({position}))
 
@@ -94,8 +91,7 @@ class _Notes:
         self, prompts: Any, rollouts: Any, scores: Any, values: Any, log_probs: list[Any], baselines: Any
     ) -> SimpleNamespace:
         """Replaces the estimator: the driver waits for all that it is given."""
-        given = (rollouts, scores, values, *log_probs, baselines)
-        batch = self.call((), [future for future in given if future is not None])
+        batch = self.call((), rollouts, scores, values, *log_probs, baselines)
         self.waited_for |= batch.calls
         return SimpleNamespace(batch=batch, lengths=())
 
@@ -109,8 +105,4 @@ class _PaperRole:
     dp_size: int = 1
 
     def __getattr__(self, method: str) -> Callable[..., PaperBatch]:
-        def call(*args: Any, **kwargs: Any) -> PaperBatch:
-            given = (*args, *kwargs.values())
-            return self.notes.call((self.role,), [value for value in given if isinstance(value, PaperBatch)])
-
-        return call
+        return partial(self.notes.call, (self.role,))

@@ -183,8 +183,6 @@ class BadSteps:
         if diverged:
             keys = [f"{ROLE_SPECS[role].section}.{name}" for role in diverged for name in ("optim.lr", "grad_clip")]
             values = " or ".join(f"{key}={show(self._loaded.value_of(key))}" for key in keys)
-            raise DivergedError(
-                f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step} "
-                f"(trainer.max_bad_steps={limit}): training has diverged; lower {values}, or look for rewards that are "
-                f"too large; {self._checkpoints.newest_in_words}"
-            )
+            what = f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step}"
+            fix = f"lower {values}, or look for rewards that are too large; {self._checkpoints.newest_in_words}"
+            raise DivergedError(f"{what} (trainer.max_bad_steps={limit}): training has diverged; {fix}")
