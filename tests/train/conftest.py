@@ -14,8 +14,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 
 @pytest.fixture(scope="module")
-def one_ray() -> Iterator[None]:
-    """One Ray for all runs of a module, as starting it takes longer than they do."""
-    ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+def one_ray() -> None:
+    """One Ray for all runs of this process, as starting it takes longer than they do."""
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=6, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+
+@pytest.fixture
+def no_ray() -> None:
+    """For a run that joins or starts a Ray of its own."""
+    ray.shutdown()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_ray_is_left() -> Iterator[None]:
     yield
     ray.shutdown()

@@ -41,8 +41,16 @@ def expected(keys: list[str], one_ray: None, tmp_path_factory: pytest.TempPathFa
     return chaos.run(tmp_path_factory.mktemp("undisturbed") / "run", keys)
 
 
-FAST = ["actor0:update", "critic:generation", "reward:scoring"]
-SLOW = ["rollout:sync", "actor1:checkpoint", "rollout:validation", "actor0:start", "critic:snapshot", "actor1:snapshot"]
+FAST = ["actor0:update", "reward:scoring"]
+SLOW = [
+    "critic:generation",
+    "rollout:sync",
+    "actor1:checkpoint",
+    "rollout:validation",
+    "actor0:start",
+    "critic:snapshot",
+    "actor1:snapshot",
+]
 
 
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
