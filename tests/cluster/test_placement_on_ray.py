@@ -67,8 +67,8 @@ def test_every_process_has_exactly_the_gpu_of_the_plan_and_the_cluster_is_left_r
     plan = on_gpus(
         {
             "wide": {"per_node": [2, 1], "share": 0.5},
-            "beside": {"per_node": [2], "share": 0.5},
-            "whole": [1, 0, 1],
+            "beside": {"per_node": [1], "share": 0.5},
+            "whole": [0, 0, 1],
         }
     )
     with Cluster(plan, address=address) as cluster:
@@ -83,7 +83,7 @@ def test_every_process_has_exactly_the_gpu_of_the_plan_and_the_cluster_is_left_r
             assert [place["visible"] for place in places] == [str(slot.gpu) for slot in pool.slots], name
             assert [place["rank"] for place in places] == list(range(pool.world_size))
             assert roles[name].meet() == [pool.world_size] * pool.world_size, "one process group over the nodes"
-        assert [place["gpus"] for place in found["wide"]][:2] == [place["gpus"] for place in found["beside"]]
+        assert [place["gpus"] for place in found["wide"]][:1] == [place["gpus"] for place in found["beside"]]
         assert [place["local"] for place in found["wide"]] == [(0, 2), (1, 2), (0, 1)]
         assert [place["environment"] for place in found["wide"]] == [("0", "2"), ("1", "2"), ("0", "1")]
         assert {place["device"] for places in found.values() for place in places} == {"cpu"}, "GPUs that do not exist"
@@ -183,6 +183,7 @@ def test_gpus_that_another_job_holds_are_waited_for_and_then_named_with_the_hold
     wait_until(lambda: ray.available_resources().get("GPU") == sum(GPUS))
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_cluster_and_gpus_that_become_free_in_time_are_taken(connected: None) -> None:
     held = Holder.options(num_gpus=2, **on_node(1)).remote()
     assert ray.get(held.gpus.remote()) == [0, 1]

@@ -128,10 +128,12 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
 
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"
-TWICE = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
+ONCE = (signal.SIGINT, 1)
+SLOW = [pytest.param(*how, marks=pytest.mark.slow) for how in ((signal.SIGTERM, 1), (signal.SIGINT, 2))]
+"""test_interrupt.py and test_supervisor.py try both signals, without training."""
 
 
-@pytest.mark.parametrize(("number", "presses"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), TWICE])
+@pytest.mark.parametrize(("number", "presses"), [ONCE, *SLOW])
 def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
     number: signal.Signals, presses: int, demo: Demo, tmp_path: Path
 ) -> None:
