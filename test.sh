@@ -7,46 +7,55 @@ if [ $# -gt 0 ]; then
     .venv/bin/mypy
     exec .venv/bin/python -m pytest "$@"
 fi
+logs=$(mktemp -d)
+trap 'jobs -rp | xargs -r kill || true; rm -rf "$logs"' EXIT
 # This test measures a run, so it has the machine to itself.
 measuring=tests/train/test_demo.py::test_the_split_demo_learns_in_time_and_its_pools_overlap
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-failed=0
+programs=(tests/train/test_demo.py tests/train/test_extending.py tests/train/test_first_pages.py)
+programs+=(tests/train/test_restarts.py)
 
-# Prints the lines of a command when it has ended, so that the lines of commands that run side by side are not mixed.
+# The lines of a command are printed when it has ended, because lines of commands that run side by side would be mixed.
 run() {
-    local began=$SECONDS code=0 log
+    local began=$SECONDS log
     log=$(mktemp -p "$logs")
-    "$@" > "$log" 2>&1 || code=1
-    printf '\n%s\n' "$*" | cat - "$log"
+    "$@" > "$log" 2>&1 || touch "$logs/failed"
+    printf '\n%s\n' "$*"
+    cat "$log"
     echo "$((SECONDS - began)) s"
-    return "$code"
 }
 
-pytest() {
+run_tests() {
     run .venv/bin/python -m pytest "$@"
 }
 
-# Both halves take about as long.
-first_half() {
-    local failed=0
-    pytest tests/cluster tests/invariant || failed=1
-    # CPUs round differently, and no test may depend on that: generation once more, with the instructions of an old CPU.
-    ATEN_CPU_CAPABILITY=default pytest tests/unit/test_rollout_*.py -k "not noise" || failed=1
-    return "$failed"
+# The parts of the suite. One of the unit tests runs mypy, which is fast after a first run.
+units() {
+    run .venv/bin/mypy
+    run_tests tests/unit tests/gpu
 }
 
-second_half() {
-    local failed=0
-    run .venv/bin/mypy || failed=1
-    pytest tests/unit tests/gpu || failed=1
-    pytest tests/train --deselect "$measuring" || failed=1
-    return "$failed"
+clusters() {
+    run_tests tests/cluster tests/invariant
 }
 
-first_half &
-beside=$!
-second_half || failed=1
-wait "$beside" || failed=1
-pytest "$measuring" || failed=1
-exit "$failed"
+trainings() {
+    run_tests tests/train "${programs[@]/#/--ignore=}"
+}
+
+training_programs() {
+    run_tests "${programs[@]}" --deselect "$measuring"
+}
+
+# CPUs round differently, and no test may depend on that: generation once more, with the instructions of an old CPU.
+old_cpu() {
+    ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_*.py -k "not noise"
+}
+
+# Two parts run side by side, because tests that start Ray often wait for it.
+for part in units clusters trainings training_programs old_cpu; do
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do sleep 1; done
+    "$part" &
+done
+wait
+run_tests "$measuring"
+[ ! -e "$logs/failed" ]
