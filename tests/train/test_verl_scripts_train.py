@@ -30,6 +30,7 @@ def scaled_down(demo: Demo, folder: Path) -> list[str]:
         "actor_rollout_ref.rollout.fallback=native",
         "trainer.n_gpus_per_node=2",
         "trainer.nnodes=1",
+        "trainer.device=cpu",
         "trainer.logger=[console]",
         "trainer.total_training_steps=2",
         f"trainer.default_local_dir={folder}",
@@ -56,7 +57,6 @@ def test_a_script_trains_two_steps_after_replacing_the_launcher(
     logged: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code = main_ppo.main([*SCRIPTS[script], *scaled_down(demo, tmp_path / "run")])
     assert code == 0, capsys.readouterr().err[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
