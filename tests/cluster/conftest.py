@@ -4,7 +4,7 @@ classes of the tests."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,22 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
 
 
-@pytest.fixture(scope="package")
-def shared_cluster() -> Iterator[Cluster]:
+shared = ExitStack()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Cluster:
     """Pools for all files whose tests leave them alive, because starting the processes takes longer than the tests."""
     from cluster_helpers import start
 
-    with start({"four": [4], "one": [1], "two": [2], "three": [3]}) as cluster:
-        yield cluster
+    return shared.enter_context(start({"four": [4], "one": [1], "two": [2], "three": [3]}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The shared pools end with the last test of this folder."""
+    if nextitem is None or nextitem.path.parent != HERE:
+        shared.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

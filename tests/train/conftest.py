@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
 from rolepool.data.demo import Demo, make_demo
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +28,8 @@ def no_ray() -> None:
     ray.shutdown()
 
 
-@pytest.fixture(scope="package", autouse=True)
-def no_ray_is_left() -> Iterator[None]:
-    yield
-    ray.shutdown()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """That Ray ends with the last test of this folder."""
+    if nextitem is None or nextitem.path.parent != HERE:
+        ray.shutdown()
