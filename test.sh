@@ -3,25 +3,59 @@
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
 if [ $# -gt 0 ]; then
+    .venv/bin/mypy
     exec .venv/bin/python -m pytest "$@"
 fi
-# Tests that start Ray mostly wait for it, so others run beside them. What measures a run has the machine to itself.
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-measuring=tests/train/test_demo.py
-# Both halves take about as long if these files run in the second one.
-second=(tests/train/test_first_pages.py tests/train/test_api_training.py tests/train/test_recovery.py)
-second+=(tests/train/test_verl_scripts_train.py)
-ignored=("${second[@]/#/--ignore=}" "--ignore=$measuring")
-.venv/bin/python -m pytest tests/unit tests/train "${ignored[@]}" > "$log" 2>&1 &
-beside=$!
-failed=0
-.venv/bin/python -m pytest tests/cluster tests/invariant "${second[@]}" || failed=1
+logs=$(mktemp -d)
+trap 'jobs -rp | xargs -r kill || true; rm -rf "$logs"' EXIT
+# This test measures a run, so it has the machine to itself.
+measuring=tests/train/test_demo.py::test_the_split_demo_learns_in_time_and_its_pools_overlap
+programs=(tests/train/test_demo.py tests/train/test_extending.py tests/train/test_first_pages.py)
+programs+=(tests/train/test_restarts.py)
+
+# The lines of a command are printed when it has ended, because lines of commands that run side by side would be mixed.
+run() {
+    local began=$SECONDS log
+    log=$(mktemp -p "$logs")
+    "$@" > "$log" 2>&1 || touch "$logs/failed"
+    printf '\n%s\n' "$*"
+    cat "$log"
+    echo "$((SECONDS - began)) s"
+}
+
+run_tests() {
+    run .venv/bin/python -m pytest "$@"
+}
+
+# The parts of the suite. One of the unit tests runs mypy, which is fast after a first run.
+units() {
+    run .venv/bin/mypy
+    run_tests tests/unit tests/gpu
+}
+
+clusters() {
+    run_tests tests/cluster tests/invariant
+}
+
+trainings() {
+    run_tests tests/train "${programs[@]/#/--ignore=}"
+}
+
+training_programs() {
+    run_tests "${programs[@]}" --deselect "$measuring"
+}
+
 # CPUs round differently, and no test may depend on that: generation once more, with the instructions of an old CPU.
-ATEN_CPU_CAPABILITY=default .venv/bin/python -m pytest tests/unit/test_rollout_*.py -k "not noise" || failed=1
-wait "$beside" || failed=1
-cat "$log"
-.venv/bin/python -m pytest "$measuring" tests/gpu || failed=1
-exit "$failed"
+old_cpu() {
+    ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_*.py -k "not noise"
+}
+
+# Two parts run side by side, because tests that start Ray often wait for it.
+for part in units clusters trainings training_programs old_cpu; do
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do sleep 1; done
+    "$part" &
+done
+wait
+run_tests "$measuring"
+[ ! -e "$logs/failed" ]

@@ -1,7 +1,17 @@
-"""What the tests with real processes share: where worker processes find the role classes of the tests."""
+"""What the tests with real processes share: the pools of several files, and where worker processes find the role
+classes of the tests."""
+
+from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from rolepool.cluster import Cluster
 
 HERE = Path(__file__).parent
 IMPORT_PATHS = [str(HERE.parents[1] / "src"), str(HERE)]
@@ -12,3 +22,29 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
+
+
+shared = ExitStack()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Cluster:
+    """Pools for all files whose tests leave them alive, because starting the processes takes longer than the tests."""
+    from cluster_helpers import start
+
+    return shared.enter_context(start({"four": [4], "one": [1], "two": [2], "three": [3]}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The shared pools end with the last test of this folder."""
+    if nextitem is None or nextitem.path.parent != HERE:
+        shared.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the shared pools come last in this folder, because the others start a Ray of their own."""
+    places = [place for place, item in enumerate(items) if item.path.parent == HERE]
+    tests = sorted((items[place] for place in places), key=lambda item: "shared_cluster" in item.fixturenames)  # type: ignore[attr-defined]
+    for place, item in zip(places, tests, strict=True):
+        items[place] = item

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cluster_helpers import listening_addresses, pids_of, seconds_to, start
+from cluster_helpers import listening_addresses, pids_of, seconds_to
 from roles_for_tests import Actor, Critic, Everything, Network
 
 from rolepool.cluster import Cluster, RoleProxy
@@ -20,9 +19,8 @@ from rolepool.protocol.worker import WorkerContext
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with start({"four": [4], "one": [1]}) as cluster:
-        yield cluster
+def cluster(shared_cluster: Cluster) -> Cluster:
+    return shared_cluster
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +118,8 @@ def test_dp_compute_metric_cuts_batches_and_gives_a_list(four: RoleProxy) -> Non
 
 
 @pytest.mark.parametrize("role", ["four", "mesh"])
-def test_execute_rank_zero_runs_any_mode_on_rank_zero_alone(role: str, request: pytest.FixtureRequest) -> None:
-    proxy: RoleProxy = request.getfixturevalue(role)
+def test_execute_rank_zero_runs_any_mode_on_rank_zero_alone(role: str, four: RoleProxy, mesh: RoleProxy) -> None:
+    proxy = {"four": four, "mesh": mesh}[role]
     assert proxy.one_to_all_on_zero("v") == (0, "v")
     assert proxy.all_to_all_on_zero(["v"]) == (0, "v")
     result = proxy.dp_compute_proto_on_zero(batch_of(5))

@@ -20,8 +20,10 @@ SIGNALS = {
     "interrupt while starting": signal.SIGINT,
     "terminate": signal.SIGTERM,
 }
-ENDINGS = ["leave", "raise", *SIGNALS]
-NUM_AT_ONCE = 3
+FAST = ["interrupt while starting", "leave"]  # in this order, because the first one is told to end while it starts
+SLOW = ["raise", "interrupt", "terminate"]
+ENDINGS = [*FAST, *(pytest.param(ending, marks=pytest.mark.slow) for ending in SLOW)]
+SOON_S = 30
 
 
 @dataclass
@@ -73,51 +75,64 @@ def before_runs() -> set[str]:
     return shared_memory()
 
 
+def side_by_side(endings: list[str], folder: Path) -> dict[str, Ended]:
+    """Drivers, each with a Ray of its own."""
+    under_way: list[Run] = []
+    try:
+        for ending in endings:
+            pools = ["left", "right"] if ending == "leave" else ["left"]
+            under_way.append(Run(ending, pools, folder / f"{ending}.log"))
+        return {run.ending: run.finish() for run in under_way}
+    finally:
+        for run in under_way:
+            run.process.kill()
+
+
 @pytest.fixture(scope="module")
 def runs(before_runs: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The drivers, a few side by side, each with a Ray of its own."""
-    folder = tmp_path_factory.mktemp("drivers")
-    ended: dict[str, Ended] = {}
-    for first in range(0, len(ENDINGS), NUM_AT_ONCE):
-        under_way: list[Run] = []
-        try:
-            for ending in ENDINGS[first : first + NUM_AT_ONCE]:
-                pools = ["left", "right"] if ending == "leave" else ["left"]
-                under_way.append(Run(ending, pools, folder / f"{ending}.log"))
-            ended |= {run.ending: run.finish() for run in under_way}
-        finally:
-            for run in under_way:
-                run.process.kill()
-    return ended
+    return side_by_side(FAST, tmp_path_factory.mktemp("drivers"))
+
+
+@pytest.fixture(scope="module")
+def slow_runs(before_runs: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    return side_by_side(SLOW, tmp_path_factory.mktemp("drivers"))
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, ending: str) -> Ended:
+    found: dict[str, Ended] = request.getfixturevalue("slow_runs" if ending in SLOW else "runs")
+    return found[ending]
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_no_process_is_left(runs: dict[str, Ended], ending: str) -> None:
-    run = runs[ending]
+def test_no_process_is_left(run: Ended, ending: str) -> None:
     if ending not in ("leave", "raise"):  # those may be over before they are looked at
         names = {process.pid for process in run.started}
         assert set(run.worker_pids) <= names and len(names) >= 4, "the raylet, the GCS and the workers were seen"
-    wait_until(lambda: not [process for process in run.started if process.is_running() and is_running(process.pid)])
+    wait_until(lambda: not [one for one in run.started if one.is_running() and is_running(one.pid)])
     wait_until(lambda: all_ended(run.worker_pids))
 
 
 def test_a_driver_that_leaves_the_context_ends_well(runs: dict[str, Ended]) -> None:
     assert runs["leave"].code == 0, runs["leave"].output
     assert "Traceback" not in runs["leave"].output
-    assert runs["leave"].took_s < 10
+    assert runs["leave"].took_s < SOON_S
 
 
-def test_an_exception_of_the_driver_is_what_it_ends_with(runs: dict[str, Ended]) -> None:
-    assert runs["raise"].code == 1
-    assert "RuntimeError: the driver fails with 50 rows" in runs["raise"].output
-    assert runs["raise"].took_s < 10
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["raise"])
+def test_an_exception_of_the_driver_is_what_it_ends_with(run: Ended) -> None:
+    assert run.code == 1
+    assert "RuntimeError: the driver fails with 50 rows" in run.output
+    assert run.took_s < SOON_S
 
 
-@pytest.mark.parametrize("ending", ["interrupt", "interrupt while starting", "terminate"])
-def test_a_signal_ends_the_driver_soon(runs: dict[str, Ended], ending: str) -> None:
-    run = runs[ending]
+@pytest.mark.parametrize(
+    "ending", ["interrupt while starting", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:])]
+)
+def test_a_signal_ends_the_driver_soon(run: Ended, ending: str) -> None:
     assert run.code != 0
-    assert run.took_s < 10
+    assert run.took_s < SOON_S
     assert ("KeyboardInterrupt" in run.output) == ending.startswith("interrupt"), run.output
 
 

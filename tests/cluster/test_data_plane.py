@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import psutil
 import pytest
 import ray
 import torch
-from cluster_helpers import start
 from roles_for_tests import Shelf, size_of
 
 from rolepool.cluster import Cluster, RoleProxy
@@ -28,11 +26,10 @@ WIDE = 4096
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with start({"one": [1], "two": [2], "three": [3]}) as cluster:
-        for name, group in cluster.groups.items():
-            group.add_role(name, Shelf)
-        yield cluster
+def cluster(shared_cluster: Cluster) -> Cluster:
+    for name in ("one", "two", "three"):
+        shared_cluster.groups[name].add_role(name, Shelf)
+    return shared_cluster
 
 
 def role_of(cluster: Cluster, pool: str) -> RoleProxy:

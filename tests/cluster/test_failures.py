@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_in_a_call_fails_that_call_and_all_that_wait_beh
         assert (error.pool, error.role, error.rank, error.pid) == ("busy", "fragile", 0, pid)
         assert f"pid {pid}) died during fragile." in str(error)
     assert time.monotonic() - begin < SOON_S, "all of them together"
-    assert error_of(busy.work, within_s=0.5).pid == pid, "a later call fails when it is made"
+    assert error_of(busy.work, within_s=2).pid == pid, "a later call fails when it is made"
     assert elsewhere.get() == [0], "another pool's call runs on"
     assert_still_works(healthy, bystander)
 
@@ -324,7 +324,7 @@ def test_out_of_memory_is_one_error_with_what_was_wanted_what_was_free_and_what_
 # At random
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_a_kill_of_any_worker_at_any_moment_is_one_clean_error(shared_ray: None, seed: int) -> None:
     rng = random.Random(seed)
     before = shared_memory()

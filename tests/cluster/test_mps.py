@@ -145,6 +145,7 @@ def address(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     nodes.shutdown()
 
 
+@pytest.mark.slow
 def test_sharing_pools_use_one_daemon_per_node_that_ends_with_the_run(address: str, program: Path) -> None:
     pools = {
         "wide": {"per_node": [1, 1], "share": 0.5},

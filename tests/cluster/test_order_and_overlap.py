@@ -6,14 +6,12 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
-from cluster_helpers import start
 from roles_for_tests import Sleeper
 
-from rolepool.cluster import Cluster, LiveState, RoleProxy
+from rolepool.cluster import Cluster, LiveState, RoleProxy, WorkerGroup
 from rolepool.metrics import Span
 from rolepool.metrics.run_folder import State
 from rolepool.protocol import DataProto
@@ -23,27 +21,30 @@ OVERHEAD = 1.15
 """How much longer than the longer of two pools' work both may take, when they run at once."""
 
 
+POOLS = {"actor": "two", "critic": "one", "rollout": "three"}
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with start({"actor": [2], "critic": [1], "rollout": [1]}) as cluster:
-        for name, group in cluster.groups.items():
-            group.add_role(name, Sleeper)
-        yield cluster
+def groups(shared_cluster: Cluster) -> dict[str, WorkerGroup]:
+    found = {name: shared_cluster.groups[pool] for name, pool in POOLS.items()}
+    for group in found.values():
+        group.add_role("sleeper", Sleeper)
+    return found
 
 
 @pytest.fixture
-def actor(cluster: Cluster) -> RoleProxy:
-    return cluster.groups["actor"].role("actor")
+def actor(groups: dict[str, WorkerGroup]) -> RoleProxy:
+    return groups["actor"].role("sleeper")
 
 
 @pytest.fixture
-def critic(cluster: Cluster) -> RoleProxy:
-    return cluster.groups["critic"].role("critic")
+def critic(groups: dict[str, WorkerGroup]) -> RoleProxy:
+    return groups["critic"].role("sleeper")
 
 
 @pytest.fixture
-def rollout(cluster: Cluster) -> RoleProxy:
-    return cluster.groups["rollout"].role("rollout")
+def rollout(groups: dict[str, WorkerGroup]) -> RoleProxy:
+    return groups["rollout"].role("sleeper")
 
 
 def batch_of(num_rows: int) -> DataProto:
@@ -75,12 +76,14 @@ def test_a_call_that_waits_for_another_pool_is_not_overtaken(actor: RoleProxy, c
     assert late.spans()[0].end_s <= min(span.start_s for span in waiting.spans())
 
 
-def test_roles_of_a_pool_take_turns_in_the_order_of_their_calls(cluster: Cluster, actor: RoleProxy) -> None:
-    second_role = cluster.groups["actor"].add_role("reference", Sleeper)
+def test_roles_of_a_pool_take_turns_in_the_order_of_their_calls(
+    groups: dict[str, WorkerGroup], actor: RoleProxy
+) -> None:
+    second_role = groups["actor"].add_role("reference", Sleeper)
     futures = [role.write_down(0, 0.05) for _ in range(3) for role in (actor, second_role)]
     spans = [span for future in futures for span in future.spans()]
     assert_one_after_another(spans)
-    assert [span.role for span in spans if span.rank == 0] == ["actor", "reference"] * 3
+    assert [span.role for span in spans if span.rank == 0] == ["sleeper", "reference"] * 3
 
 
 def test_calls_on_two_pools_overlap(actor: RoleProxy, critic: RoleProxy) -> None:
@@ -142,21 +145,22 @@ def test_every_span_was_queued_before_it_started_and_started_before_it_ended(
     for span in spans:
         assert before <= span.queued_s <= span.start_s <= span.end_s <= after
         assert span.duration_s >= 0.05
-        assert (span.pool, span.method) == (span.role, "add")
+        assert (span.role, span.method) == ("sleeper", "add")
+    assert [span.pool for span in spans] == ["two", "two", "one"] * 5
 
 
-def test_making_a_role_has_a_span_too(cluster: Cluster) -> None:
-    proxy = cluster.groups["critic"].add_role("with a span", Sleeper)
+def test_making_a_role_has_a_span_too(groups: dict[str, WorkerGroup]) -> None:
+    proxy = groups["critic"].add_role("with a span", Sleeper)
     (span,) = proxy.ready.spans()
-    assert (span.pool, span.role, span.rank, span.method) == ("critic", "with a span", 0, "__init__")
+    assert (span.pool, span.role, span.rank, span.method) == (POOLS["critic"], "with a span", 0, "__init__")
     assert span.queued_s <= span.start_s <= span.end_s
 
 
 def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
-    cluster: Cluster, actor: RoleProxy, critic: RoleProxy
+    groups: dict[str, WorkerGroup], actor: RoleProxy, critic: RoleProxy
 ) -> None:
     written: list[State] = []
-    live = LiveState(cluster.groups, lambda text: written.append(State(**json.loads(text))))
+    live = LiveState(groups, lambda text: written.append(State(**json.loads(text))))
     try:
         live.begin("step 7")
         began_s = time.time()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from cluster_helpers import start
 from roles_for_tests import Counter
 
 from rolepool.cluster import Cluster, RoleProxy
@@ -20,14 +18,8 @@ NUM_RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with start({"three": [NUM_RANKS]}) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def counter(cluster: Cluster) -> RoleProxy:
-    return cluster.groups["three"].add_role("counter", Counter)
+def counter(shared_cluster: Cluster) -> RoleProxy:
+    return shared_cluster.groups["three"].add_role("counter", Counter)
 
 
 def batch_of(num_rows: int) -> DataProto:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from cluster_helpers import start
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import load_config
@@ -40,7 +39,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
     ray.init(address="local", num_cpus=5, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
@@ -73,8 +72,10 @@ def distance(actor: RoleProxy, rollouts: DataProto) -> float:
     return float((of_actor - of_rollout).abs().max())
 
 
-def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_both_rollouts(tmp_path: Path) -> None:
-    """The actor is sharded over two ranks; a rollout over both of them, and one over the ranks of another pool.
+def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_both_rollouts(
+    shared_cluster: Cluster, tmp_path: Path
+) -> None:
+    """The actor is sharded over four ranks; a rollout over pairs of them, and one over the ranks of another pool.
 
     In float64, so that no two tokens are so close that rounding decides between them.
     """
@@ -82,33 +83,32 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
     loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     prompts = repeated(loader.next_batch(), 2)
-    with start({"train": [2], "generate": [2]}) as cluster:
-        train, generate = cluster.groups["train"], cluster.groups["generate"]
-        setup = Setup(10, torch.float64, stop_token_ids=(1,))
-        actor = train.add_role("actor", Actor, config, setup, blocking=False)
-        rollouts = [
-            group.add_role("rollout", Rollout, config, setup, tensor_parallel=2, blocking=False)
-            for group in (train, generate)
-        ]
-        old = rollouts[0].generate_sequences(prompts, blocking=True)
-        assert distance(actor, old) < TOLERANCE
-        scored = actor.compute_log_prob(old, blocking=True)
-        log_probs = scored.batch["old_log_probs"]
-        advantages = ragged(torch.randn(len(flat_values(log_probs))), lengths_of(log_probs))
-        actor.update_actor(old.union(DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs})))
-        assert distance(actor, old) > 10 * TOLERANCE, "the update moved too little to tell old weights from new"
-        for sync, rollout in zip((sync_here, sync_across), rollouts, strict=True):
-            for call in sync(actor.with_blocking(False), rollout.with_blocking(False))(1):
-                call.get()
-        inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
-        assert distance(actor, inside) < TOLERANCE
-        assert distance(actor, across) < TOLERANCE
-        assert same_value(inside.batch["input_ids"], across.batch["input_ids"])
+    train, generate = shared_cluster.groups["four"], shared_cluster.groups["two"]
+    setup = Setup(10, torch.float64, stop_token_ids=(1,))
+    actor = train.add_role("actor", Actor, config, setup, blocking=False)
+    rollouts = [
+        group.add_role("rollout", Rollout, config, setup, tensor_parallel=2, blocking=False)
+        for group in (train, generate)
+    ]
+    old = rollouts[0].generate_sequences(prompts, blocking=True)
+    assert distance(actor, old) < TOLERANCE
+    scored = actor.compute_log_prob(old, blocking=True)
+    log_probs = scored.batch["old_log_probs"]
+    advantages = ragged(torch.randn(len(flat_values(log_probs))), lengths_of(log_probs))
+    actor.update_actor(old.union(DataProto.from_dict({"advantages": advantages, "old_log_probs": log_probs})))
+    assert distance(actor, old) > 10 * TOLERANCE, "the update moved too little to tell old weights from new"
+    for sync, rollout in zip((sync_here, sync_across), rollouts, strict=True):
+        for call in sync(actor.with_blocking(False), rollout.with_blocking(False))(1):
+            call.get()
+    inside, across = (rollout.generate_sequences(prompts, blocking=True) for rollout in rollouts)
+    assert distance(actor, inside) < TOLERANCE
+    assert distance(actor, across) < TOLERANCE
+    assert same_value(inside.batch["input_ids"], across.batch["input_ids"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, tmp_path: Path) -> None:
+def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, tmp_path: Path, one_ray: None) -> None:
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS[name])).config
     plan = build_plan(config)
     assert find_problems(config, plan) == []

@@ -178,7 +178,8 @@ def test_a_model_or_a_run_folder_that_a_node_lacks_is_named_with_the_node_before
 # A node that is lost
 
 
-@pytest.mark.parametrize("axis", ["node", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", AXES)
 def test_a_run_that_loses_a_node_ends_soon_and_names_it(nodes: TwoNodes, tmp_path: Path, work: Path, axis: str) -> None:
     start_ray(nodes, tmp_path)
     lose_while_training(nodes, work, AXES[axis], nodes.two.end, within_s=60)

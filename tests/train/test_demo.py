@@ -115,7 +115,7 @@ class Said(Observer):
 
 @pytest.mark.parametrize("save_freq", ["-1", "null", "5"])
 def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
-    save_freq: str, demo: Demo, tmp_path: Path
+    save_freq: str, demo: Demo, tmp_path: Path, no_ray: None
 ) -> None:
     keys = [f"trainer.save_freq={save_freq}", "ray_kwargs.ray_init.address=127.0.0.1:1", "trainer.n_gpus_per_node=2"]
     trainer = Trainer(load_config([], small_keys(demo, tmp_path, *keys)))
@@ -128,10 +128,12 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
 
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"
-TWICE = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
+ONCE = (signal.SIGINT, 1)
+SLOW = [pytest.param(*how, marks=pytest.mark.slow) for how in ((signal.SIGTERM, 1), (signal.SIGINT, 2))]
+"""test_interrupt.py and test_supervisor.py try both signals, without training."""
 
 
-@pytest.mark.parametrize(("number", "presses"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), TWICE])
+@pytest.mark.parametrize(("number", "presses"), [ONCE, *SLOW])
 def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
     number: signal.Signals, presses: int, demo: Demo, tmp_path: Path
 ) -> None:
@@ -154,7 +156,7 @@ def test_ctrl_c_and_sigterm_end_or_drop_the_step_and_say_which(
             assert run.poll() is None, "it ended without a word"
         time.sleep(SAME_SIGNAL_S)
         run.send_signal(number)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode == 128 + number, output
     assert "Traceback" not in output
     last = json.loads(rows.read_text().splitlines()[-1])["step"]
@@ -197,7 +199,7 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
     while not run.stdout.readline().startswith("step:1 - "):
         assert run.poll() is None, "it ended before the first step"
     run.stdout.close()
-    assert run.wait(timeout=60) == 0
+    assert run.wait(timeout=120) == 0
     read = read_run(tmp_path / "run")
     assert list(read.metrics) == [1, 2, 3]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000003"], "the last step"

@@ -17,6 +17,7 @@ from rolepool.data.demo import Demo
 EXAMPLES = ["estimator", "loss", "engine", "placement", "role", "style", "step"]
 TWO_STEPS = [*ONE_RANK, "trainer.total_training_steps=2", "trainer.val_before_train=false"]
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator=my_estimator:batch_mean"
 ENGINE = "actor_rollout_ref.rollout.name=my_engine:MyEngine"
 STRATEGY = "placement.strategy=my_placement:reward_alone"
 
@@ -54,41 +55,46 @@ def train_two_steps(demo: Demo, folder: Path, *overrides: str) -> list[dict[str,
     return updates
 
 
-@pytest.mark.parametrize(
-    ("override", "metric"),
-    [
-        ("algorithm.adv_estimator=my_estimator:batch_mean", "actor/pg_clipfrac"),
-        (f"{LOSS_MODE}=my_loss:truncated", "actor/truncated_fraction"),
-    ],
-)
-def test_the_functions_of_the_page_train(root: Path, demo: Demo, tmp_path: Path, override: str, metric: str) -> None:
-    write_blocks(root, tmp_path)
-    updates = train_two_steps(demo, tmp_path, override)
-    assert all(metric in row for row in updates)
-    has_critic = "critic/vf_loss" in updates[0]
-    assert has_critic == override.startswith(LOSS_MODE), "an estimator without needs has no critic"
+@pytest.fixture(scope="module")
+def trained(root: Path, demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """One run with the page's estimator, loss, engine and strategy: its folder, and the rows of its two steps."""
+    folder = tmp_path_factory.mktemp("page")
+    write_blocks(root, folder)
+    words = [ESTIMATOR, f"{LOSS_MODE}=my_loss:truncated", ENGINE, STRATEGY, *reward_model_of(demo)]
+    words += ["actor_rollout_ref.rollout.calculate_log_probs=true", "trainer.val_before_train=true"]
+    return folder, train_two_steps(demo, folder, *words, "trainer.n_gpus_per_node=2")
 
 
-def test_the_engine_of_the_page_samples_with_the_weights_of_each_step(root: Path, demo: Demo, tmp_path: Path) -> None:
+def reward_model_of(demo: Demo) -> list[str]:
+    return ["reward_model.enable=true", f"reward_model.model.path={demo.reward_model}"]
+
+
+def test_the_estimator_and_the_loss_of_the_page_train(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, updates = trained
+    assert all("actor/truncated_fraction" in row for row in updates), "a metric of the loss"
+    assert "critic/vf_loss" not in updates[0], "an estimator without needs has no critic"
+
+
+def test_the_engine_of_the_page_samples_with_the_weights_of_each_step(
+    trained: tuple[Path, list[dict[str, Any]]],
+) -> None:
     """The actor's own log-probs of its tokens are those of the engine, also after an update; validation is greedy."""
-    write_blocks(root, tmp_path)
-    compare = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    updates = train_two_steps(demo, tmp_path, ENGINE, compare, "trainer.val_before_train=true")
+    folder, updates = trained
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in updates)
-    assert "val-core/" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "val-core/" in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
 
 
 def test_the_strategy_of_the_page_gives_the_reward_model_a_gpu_of_its_own(
-    root: Path, demo: Demo, tmp_path: Path
+    trained: tuple[Path, list[dict[str, Any]]], demo: Demo
 ) -> None:
-    write_blocks(root, tmp_path)
-    reward_model = ["reward_model.enable=true", f"reward_model.model.path={demo.reward_model}"]
+    folder, _ = trained
     two_nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
-    planned = rolepool("plan", tmp_path, "--json", STRATEGY, *reward_model, *two_nodes)
+    planned = rolepool("plan", folder, "--json", STRATEGY, *reward_model_of(demo), *two_nodes)
     pools = json.loads(planned.stdout)["pools"]
     assert {name: pool["per_node"] for name, pool in pools.items()} == {"main": [4, 3], "reward": [0, 1]}
     assert pools["reward"]["roles"] == ["reward_model"]
-    assert train_two_steps(demo, tmp_path, STRATEGY, *reward_model, "trainer.n_gpus_per_node=2")
+    spans = [json.loads(line) for line in (folder / "run" / "spans.jsonl").read_text().splitlines()]
+    assert {span["role"] for span in spans if span["pool"] == "reward"} == {"reward_model"}
 
 
 def test_the_role_of_the_page_is_planned_placed_called_and_measured(root: Path, demo: Demo, tmp_path: Path) -> None:
@@ -119,68 +125,89 @@ def test_the_role_of_the_page_is_planned_placed_called_and_measured(root: Path, 
     assert "Weight of the style score" in explained.stdout
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        (
-            "algorithm.adv_estimator=no_module:f",
-            "cannot be imported (ModuleNotFoundError: ",
-        ),
-        ("algorithm.adv_estimator=mine:f", "cannot be imported (AttributeError: module 'mine' has no attribute 'f')"),
-        (f"{LOSS_MODE}=broken:f", "cannot be imported (SyntaxError: "),
-        (f"{LOSS_MODE}=mine:strict", "must accept further keyword arguments; add **kwargs to it"),
-        ("algorithm.adv_estimator=mine:with_values", "it needs values; set critic.enable=true"),
-    ],
-)
-def test_a_function_that_cannot_be_used_is_one_line_before_a_process_starts(
-    demo: Demo, tmp_path: Path, override: str, problem: str
-) -> None:
-    (tmp_path / "broken.py").write_text("def f(:\n", encoding="utf-8")
-    (tmp_path / "mine.py").write_text(
-        "from rolepool import register_adv_est\n"
-        "def strict(log_prob): ...\n"
-        "@register_adv_est('mine', needs=['values'])\n"
-        "def with_values(values, **_): ...\n",
-        encoding="utf-8",
-    )
-    ended = rolepool("train", tmp_path, *small_keys(demo, tmp_path / "run", *TWO_STEPS, override))
-    (line,) = ended.stderr.splitlines()
-    assert (ended.returncode, line.startswith(f"error: {override}: ")) == (2, True), line
-    assert problem in line
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+FUNCTIONS = {
+    "algorithm.adv_estimator=no_module:f": "cannot be imported (ModuleNotFoundError: ",
+    "algorithm.adv_estimator=mine:f": "cannot be imported (AttributeError: module 'mine' has no attribute 'f')",
+    f"{LOSS_MODE}=broken:f": "cannot be imported (SyntaxError: ",
+    f"{LOSS_MODE}=mine:strict": "must accept further keyword arguments; add **kwargs to it",
+    "algorithm.adv_estimator=mine:with_values": "it needs values; set critic.enable=true",
+}
+EXTENSIONS = {
+    "trainer.extensions=no_module": "cannot be imported (ModuleNotFoundError: No module named 'no_module')",
+    "trainer.extensions=parts/none.py": "cannot be imported (ModuleNotFoundError: No module named 'none')",
+    "trainer.extensions=json.py": "has the same module name; rename your file",
+    "trainer.extensions=twice": "ConfigError: register_role: the name critic is already used",
+    "trainer.step=mine:no_step": "cannot be imported (AttributeError: module 'mine' has no attribute 'no_step')",
+    "placement.strategy=no_module:f": "cannot be imported (ModuleNotFoundError: ",
+    "placement.strategy=mine:no_actor": "but the run needs actor, rollout, critic",
+    "actor_rollout_ref.rollout.name=no_module:Engine": "cannot be imported (ModuleNotFoundError: ",
+}
+FILES = {
+    "broken.py": "def f(:\n",
+    "json.py": "",
+    "mine.py": """
+from rolepool import ResourcePoolManager, Role, register_adv_est
+def strict(log_prob): ...
+@register_adv_est('mine', needs=['values'])
+def with_values(values, **_): ...
+def no_actor(config, gpus_per_node):
+    return ResourcePoolManager({'all': gpus_per_node}, {Role.Critic: 'all'})
+""",
+    "twice.py": """
+from rolepool.placement.roles import ROLE_SPECS, Role, register_role
+register_role(ROLE_SPECS[Role.Critic])
+""",
+}
+FORKS = """
+import json, os, sys
+import rolepool.trainer.loop  # takes seconds, so it is imported once; after that each command is a process of its own
+from rolepool.cli import main
+
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = ["rolepool", *words]
+        code = 1
+        try:
+            code = main()
+        except SystemExit as ended:  # in the driver, which the command forks
+            code = ended.code
+        finally:
+            os._exit(code)  # without clearing every module, which takes longer than the command
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.fixture(scope="module")
+def refused(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, list[str]]]:
+    """For each command and override, the exit code and the lines of errors."""
+    folder = tmp_path_factory.mktemp("refused")
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    cases = [("train", override) for override in (*FUNCTIONS, *EXTENSIONS)]
+    cases += [("plan", override) for override in EXTENSIONS]
+    keys = small_keys(demo, folder / "run", *TWO_STEPS)
+    words = json.dumps([[command, *keys, override] for command, override in cases])
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", FORKS, words], cwd=folder, capture_output=True, text=True, timeout=250
+    )
+    assert not (folder / "run").exists(), "nothing is written before the first process starts"
+    texts = [(folder / f"{number}.txt").read_text().splitlines() for number in range(len(cases))]
+    codes = [int(line) for line in ended.stdout.splitlines() if line.isdigit()]
+    return dict(zip(cases, zip(codes, texts, strict=True), strict=True))
+
+
 @pytest.mark.parametrize(
-    ("override", "problem"),
+    ("command", "override"),
     [
-        ("trainer.extensions=no_module", "cannot be imported (ModuleNotFoundError: No module named 'no_module')"),
-        ("trainer.extensions=parts/none.py", "cannot be imported (ModuleNotFoundError: No module named 'none')"),
-        ("trainer.extensions=json.py", "has the same module name; rename your file"),
-        ("trainer.extensions=twice", "ConfigError: register_role: the name critic is already used"),
-        ("trainer.step=mine:no_step", "cannot be imported (AttributeError: module 'mine' has no attribute 'no_step')"),
-        ("placement.strategy=no_module:f", "cannot be imported (ModuleNotFoundError: "),
-        ("placement.strategy=mine:no_actor", "but the run needs actor, rollout, critic"),
-        ("actor_rollout_ref.rollout.name=no_module:Engine", "cannot be imported (ModuleNotFoundError: "),
+        *(("train", override) for override in (*FUNCTIONS, *EXTENSIONS)),
+        *(("plan", override) for override in EXTENSIONS),
     ],
 )
-def test_an_extension_that_cannot_be_used_is_one_line_of_plan_and_of_train(
-    demo: Demo, tmp_path: Path, command: str, override: str, problem: str
+def test_a_function_or_an_extension_that_cannot_be_used_is_one_line_before_a_process_starts(
+    refused: dict[tuple[str, str], tuple[int, list[str]]], command: str, override: str
 ) -> None:
-    (tmp_path / "json.py").write_text("", encoding="utf-8")
-    (tmp_path / "twice.py").write_text(
-        "from dataclasses import replace\n"
-        "from rolepool.placement.roles import ROLE_SPECS, Role, register_role\n"
-        "register_role(ROLE_SPECS[Role.Critic])\n",
-        encoding="utf-8",
-    )
-    (tmp_path / "mine.py").write_text(
-        "from rolepool import ResourcePoolManager, Role\n"
-        "def no_actor(config, gpus_per_node):\n"
-        "    return ResourcePoolManager({'all': gpus_per_node}, {Role.Critic: 'all'})\n",
-        encoding="utf-8",
-    )
-    ended = rolepool(command, tmp_path, *small_keys(demo, tmp_path / "run", *ONE_RANK, override))
-    (line,) = ended.stderr.splitlines()
-    assert (ended.returncode, line.startswith(f"error: {override}: ")) == (2, True), line
-    assert problem in line
+    code, (line,) = refused[command, override]
+    assert (code, line.startswith(f"error: {override}: ")) == (2, True), line
+    assert (FUNCTIONS | EXTENSIONS)[override] in line

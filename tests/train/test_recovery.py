@@ -41,11 +41,21 @@ def expected(keys: list[str], one_ray: None, tmp_path_factory: pytest.TempPathFa
     return chaos.run(tmp_path_factory.mktemp("undisturbed") / "run", keys)
 
 
-FAST = ["actor0:update", "critic:generation", "reward:scoring"]
-SLOW = ["rollout:sync", "actor1:checkpoint", "rollout:validation", "actor0:start", "critic:snapshot", "actor1:snapshot"]
+CASES = [
+    "actor0:update",
+    "reward:scoring",
+    "critic:generation",
+    "rollout:sync",
+    "actor1:checkpoint",
+    "rollout:validation",
+    "actor0:start",
+    "critic:snapshot",
+    "actor1:snapshot",
+]
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(200)
 def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], expected: Any, tmp_path: Path) -> None:
     outcome = chaos.run(tmp_path / "run", keys, case)
@@ -55,6 +65,17 @@ def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], exp
         (restart,) = outcome.restarts
         assert restart["pools"] == [chaos.VICTIMS[case.partition(":")[0]][0]]
         assert "died" in restart["what"]
+    assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
+
+
+def test_training_goes_on_after_two_deaths_in_one_step(keys: list[str], expected: Any, tmp_path: Path) -> None:
+    """The update needs the scores, so the second process dies after the first one was replaced."""
+    with chaos.kill_at("reward", "scoring") as killed_s:
+        outcome = chaos.run(tmp_path / "run", keys, "actor0:update")
+    assert killed_s and outcome.seconds is not None, "the victims were not killed"
+    assert outcome.rows == expected.rows
+    assert [restart["pools"] for restart in outcome.restarts] == [[chaos.RULE_POOL], ["actor_pool"]]
+    assert all("died" in restart["what"] for restart in outcome.restarts)
     assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
 
 

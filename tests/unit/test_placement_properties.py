@@ -23,7 +23,7 @@ NAMES = [*ROLE_SPECS, Role.ActorRollout]
 ESTIMATORS = ("gae", "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 BASE = load_config().config.model_dump()
 
-thorough = settings(deadline=None, max_examples=1000, suppress_health_check=list(HealthCheck))
+thorough = settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
 
 
 def leaves_of(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_any_config_on_any_inventory_gives_a_plan_that_holds_or_a_rolepool_error
     assert set(estimate_memory(config, plan, 2**34).unknown) == set(plan.roles)
 
 
-@settings(thorough, max_examples=400)
+@settings(thorough, max_examples=150)
 @given(inventory=inventories)
 def test_standard_takes_every_gpu_there_is(inventory: list[int]) -> None:
     try:
@@ -161,7 +161,7 @@ def test_standard_takes_every_gpu_there_is(inventory: list[int]) -> None:
     assert plan.pools["global_pool"].world_size == sum(inventory)
 
 
-@settings(thorough, max_examples=400)
+@settings(thorough, max_examples=150)
 @given(inventory=inventories, axis=st.sampled_from(["auto", "gpu", "node"]))
 def test_split_takes_every_gpu_there_is_and_leaves_neither_pool_empty(inventory: list[int], axis: str) -> None:
     changes = {"placement": {"strategy": "split", "split": {"axis": axis}}}
@@ -196,7 +196,7 @@ def test_pools_and_roles_written_out_in_python_hold_too(
     assert set(plan.pools) == set(spec)
 
 
-@settings(thorough, max_examples=120)
+@settings(thorough, max_examples=50)
 @given(config=configs())
 def test_what_is_written_as_overrides_is_judged_the_same_way(config: Config) -> None:
     """The same through the loader, which refuses contradictions; what it lets through, the planner must stand."""
@@ -252,7 +252,7 @@ def shown_plans(draw: st.DrawFn) -> tuple[Plan, MemoryEstimate]:
     return plan.model_copy(update={"unused_roles": unused}), MemoryEstimate(known, {}, {})
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 @given(shown_plans(), st.lists(st.tuples(names, names), max_size=4))
 def test_no_line_of_a_plan_is_longer_than_80_and_nothing_is_cut_off(
     shown: tuple[Plan, MemoryEstimate], overlaps: list[tuple[str, str]]

@@ -81,14 +81,14 @@ def test_a_function_that_does_not_return_is_stopped_and_the_other_rows_are_score
     response: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin_s = time.monotonic()
-    scored = process_of(misbehave, timeout_s=0.5).score_rows(rows("a", response, "bb", response, "ccc"))
-    assert time.monotonic() - begin_s < 5
+    scored = process_of(misbehave, timeout_s=1.5).score_rows(rows("a", response, "bb", response, "ccc"))
+    assert time.monotonic() - begin_s < 60
     assert [one.score for one in scored] == [1, 0, 2, 0, 3]
     assert [one.numbers["failed"] for one in scored] == [0, 1, 0, 1, 0]
     (line,) = caplog.messages
     assert line == (
         "2 of 5 samples failed and got score 0 (custom_reward_function.on_error=zero); "
-        "the first: reward=mine: no score after custom_reward_function.timeout_s=0.5, for line 2"
+        "the first: reward=mine: no score after custom_reward_function.timeout_s=1.5, for line 2"
     )
 
 
@@ -99,11 +99,11 @@ def test_a_function_that_does_not_return_is_stopped_and_the_other_rows_are_score
         ("exit", r"SystemExit at test_reward_process.py:\d+: 3"),
         ("fail", r"ValueError at test_reward_process.py:\d+: on purpose"),
         ("crash", r"the function ended its process \(SIGTERM\)"),
-        ("sleep", r"no score after custom_reward_function.timeout_s=0.3"),
+        ("sleep", r"no score after custom_reward_function.timeout_s=1.5"),
     ],
 )
 def test_every_way_to_fail_names_the_row(response: str, problem: str) -> None:
-    process = process_of(misbehave, timeout_s=0.3, on_error="abort")
+    process = process_of(misbehave, timeout_s=1.5, on_error="abort")
     error = error_of(process, "a", response, "b")
     assert isinstance(error, SampleError)
     assert pytest.approx(1) == process.score_rows(rows("a"))[0].score, "the next batch is not affected"
@@ -122,7 +122,7 @@ def test_a_child_that_died_between_two_batches_is_replaced() -> None:
     process = process_of(misbehave, on_error="abort")
     pid = int(process.score_rows(rows("pid"))[0].score)
     os.kill(pid, signal.SIGKILL)
-    psutil.Process(pid).wait(5)
+    psutil.Process(pid).wait(60)
     assert process.score_rows(rows("a"))[0].score == 1
 
 
@@ -140,7 +140,7 @@ process.score_rows(rows("spin in C"))
         child = psutil.Process(int(parent.stdout.readline()))
         time.sleep(0.2)
         parent.kill()
-        assert child.wait(5) is None
+        assert child.wait(60) is None
 
 
 def test_a_batch_of_cheap_rows_costs_little_more_than_in_this_process() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
+from torch.multiprocessing import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine_contract import ROUNDING, check_weight_updates
@@ -202,7 +203,9 @@ def run_rank(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes said, both at once."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run_rank, (str(folder),), nprocs=NUM_RANKS)
+    imported = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*imported, "rolepool.rollout"])
+    start_processes(run_rank, (str(folder),), NUM_RANKS, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
 
 

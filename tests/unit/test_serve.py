@@ -425,12 +425,12 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == f"runs in {tmp_path}; press Ctrl-C to stop\n"
         url = urlsplit(process.stdout.readline().strip())
-        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=120)
         connection.request("GET", f"/?{url.query}")
         assert connection.getresponse().status == 303
         socket.create_connection(("127.0.0.1", url.port or 0)).close()  # a client that leaves is no error
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "stopped\n")
     warning = f"warning: --host {host}: other machines can reach this page, and it is not encrypted\n"
     assert err == (warning if is_warned else "")

@@ -38,7 +38,7 @@ def write_python(path: Path, code: str) -> str:
 def source(checkout: Path, then: str = "echo ready", **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**{name: value for name, value in os.environ.items() if name != "PYTHON"}, **variables}
     command = ["bash", "-c", f"source scripts/setup.sh; {then}"]
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_a_finished_set_up_is_used_as_it_is_also_with_its_own_python(checkout: Path) -> None:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from rolepool.cluster.keepers import Keeper, remove_left_behind
+from rolepool.cluster.keepers import Keeper, _lock, remove_left_behind
 
-HOLD = "import sys, time; from pathlib import Path; from rolepool.cluster.keepers import _lock\n"
-HOLD += "held = _lock(Path(sys.argv[1])); print(True, flush=True); time.sleep(60)"
+
+def hold(folder: Path, said: Connection) -> None:
+    held = _lock(folder)
+    said.send(held > 0)
+    time.sleep(300)
 
 
 def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) -> None:
     held, dead, other = (tmp_path / name for name in ("rolepool-1-a", "rolepool-2-b", "something"))
     for folder in (held, dead, other):
         (folder / "0").mkdir(parents=True)
-    driver = subprocess.Popen([sys.executable, "-c", HOLD, str(held)], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
+    of_driver, said = multiprocessing.Pipe()
+    # A fork, because a new process imports torch for several seconds.
+    driver = multiprocessing.get_context("fork").Process(target=hold, args=(held, said))
+    driver.start()
     try:
-        assert driver.stdout.readline() == "True\n"
+        assert of_driver.poll(120) and of_driver.recv() is True
         remove_left_behind(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rolepool-1-a", "something"]
     finally:
         driver.kill()
-        driver.wait()
+        driver.join()
     remove_left_behind(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 

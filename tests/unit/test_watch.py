@@ -141,7 +141,7 @@ def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: 
             with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write('{"step": 3, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     assert "Traceback" not in shown
 
 
