@@ -136,11 +136,12 @@ class Cluster:
         deadline, before = time.monotonic() + self._timeout_s, self._reserved
         while (nodes := substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
             if time.monotonic() > deadline:
-                raise PlacementError(
-                    f"a node was lost, and no other node that can replace it joined the cluster within "
-                    f"placement.timeout_s={self._timeout_s:g}; add one, or set placement.on_node_loss=shrink, and run "
-                    "the same command again to resume"
+                lost = " and ".join(node.address for node in before.nodes if node not in live_nodes())
+                problem = (
+                    f"node {lost} was lost, and no other node replaced it in placement.timeout_s={self._timeout_s:g}"
                 )
+                fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
+                raise PlacementError(f"{problem}; {fix}")
             time.sleep(NODE_POLL_S)
         self._reserved = reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
 
