@@ -393,14 +393,14 @@ class Trainer:
         if self._move is None and (request := take_request(self.folder.path)) is not None:
             try:
                 loaded, plan = moved(self.config, request.words)
-                self.move(plan, loaded)
+                self.move(plan, loaded).has_request = True
             except RolepoolError as error:
                 self._end_move(one_line(error))
         move = self._move
         if move is None or move.is_alive() or number >= self.num_steps:
             return
-        if move.prepared is None:
-            self._end_move(move.problem)
+        if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
+            self._end_move(move.problem or "the request was taken back")
             return
         start_s, before = time.monotonic(), self.plan.in_words
         self._begin("move")

@@ -91,6 +91,8 @@ class Move(threading.Thread):
         self.loaded, self.plan = loaded, plan
         self.prepared: Prepared | None = None
         self.problem = ""
+        self.has_request = False
+        """Whether a file asks for it. If the file is gone, nobody wants it any more."""
         self._cluster, self._names = cluster, names
 
     def run(self) -> None:
