@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from roles_for_tests import Place
 
 from rolepool.cluster import Cluster
+from rolepool.cluster.cluster import MIN_CPUS
 from rolepool.cluster.launch import Node, live_nodes, nodes_with_slots
 from rolepool.errors import ConfigError, PlacementError, WorkerError
 from rolepool.placement import Plan
@@ -259,7 +260,7 @@ def test_without_an_address_a_ray_that_happens_to_run_is_not_joined(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with Cluster(plan_of({"a": [1]})) as cluster:
         nodes = live_nodes()
-        assert len(nodes) == 1 and nodes[0].num_cpus == 2, "one node of our own, for one process and the driver"
+        assert len(nodes) == 1 and nodes[0].num_cpus == MIN_CPUS, "one node of our own"
         assert ray.get_runtime_context().gcs_address != address
         assert cluster.groups["a"].add_role("place", Place).meet() == [1]
     assert not ray.is_initialized()
