@@ -111,8 +111,9 @@ def lose_node(node_id: str) -> None:
 
 
 @contextmanager
-def kill_at(victim: str, phase: str) -> Iterator[list[float]]:
-    """Kill the victim once, after the driver has queued the phase's call. Yields a list, which then has the time."""
+def kill_at(victim: str, phase: str, step: int = STEP) -> Iterator[list[float]]:
+    """Kill the victim once, after the driver has queued the phase's call for the `step`-th time. Yields a list, which
+    then has the time."""
     pool, rank = VICTIMS[victim]
     killed_s: list[float] = []
     submit, add_role = RoleProxy._submit, WorkerGroup.add_role
@@ -137,7 +138,7 @@ def kill_at(victim: str, phase: str) -> Iterator[list[float]]:
         seen[what] = seen.get(what, 0) + 1
         # Before the first step, weights are sent and a snapshot is taken; both are not the ones that are meant.
         is_first = what in ("export_weights", "take_snapshot") and seen[what] <= 3
-        if what in PHASES[phase] and not is_first and (seen[what] >= STEP or what in ("validate", "save_checkpoint")):
+        if what in PHASES[phase] and not is_first and (seen[what] >= step or what in ("validate", "save_checkpoint")):
             strike(proxy.group._all_groups)
         return future
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,13 +69,22 @@ def test_training_goes_on_as_if_nothing_had_died(case: str, keys: list[str], exp
     assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
 
 
-def test_training_goes_on_after_two_deaths_in_one_step(keys: list[str], expected: Any, tmp_path: Path) -> None:
-    """The update needs the scores, so the second process dies after the first one was replaced."""
-    with chaos.kill_at("reward", "scoring") as killed_s:
-        outcome = chaos.run(tmp_path / "run", keys, "actor0:update")
-    assert killed_s and outcome.seconds is not None, "the victims were not killed"
+DEATHS = {"reward:scoring": 1, "actor0:update": 1, "critic:generation": 5, "rollout:validation": 1}
+DEATHS |= {"actor1:checkpoint": 1, "rollout:sync": 12}
+"""Victims, phases, and how often the phase's call was made before."""
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_after_six_deaths_some_of_them_in_one_step(
+    keys: list[str], expected: Any, tmp_path: Path
+) -> None:
+    with ExitStack() as kills:
+        killed_s = {case: kills.enter_context(chaos.kill_at(*case.split(":"), at)) for case, at in DEATHS.items()}
+        outcome = chaos.run(tmp_path / "run", [*keys, "trainer.max_restarts=6"])
+    assert all(killed_s.values()), "a victim was not killed"
     assert outcome.rows == expected.rows
-    assert [restart["pools"] for restart in outcome.restarts] == [[chaos.RULE_POOL], ["actor_pool"]]
+    pools = [pool for restart in outcome.restarts for pool in restart["pools"]]
+    assert sorted(pools) == sorted(chaos.VICTIMS[case.partition(":")[0]][0] for case in DEATHS)
     assert all("died" in restart["what"] for restart in outcome.restarts)
     assert not list(Path("/dev/shm").glob(f"rolepool-{os.getpid()}-*"))
 

@@ -156,15 +156,21 @@ class Cluster:
         self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
 
+    def find_death(self) -> WorkerError | None:
+        """The error about a process that has died; None if all live."""
+        for group in self.groups.values():
+            if group.broken is None and (deaths := find_deaths(group.processes)):
+                dead, reason = deaths[0]
+                group.break_with(WorkerError(f"{dead} died: {reason}", pool=dead.pool, is_death=True))
+        errors = [group.broken for group in self.groups.values() if group.broken is not None]
+        return next((error for error in errors if error.is_death), None)
+
     def repair(self) -> list[str]:
         """Start the processes of pools in which a process died again, on the same slots. Returns the pools' names.
 
         The group of such a pool is replaced, so its roles must be added again. Other pools are not touched.
         """
-        for group in self.groups.values():
-            if group.broken is None and (deaths := find_deaths(group.processes)):
-                dead, reason = deaths[0]
-                group.break_with(WorkerError(f"{dead} died: {reason}", pool=dead.pool, is_death=True))
+        self.find_death()
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
         pools = launch(self._reserved, planned, self._cleanup, run_seed=self._run_seed)

@@ -315,39 +315,52 @@ class Trainer:
 
         Raises the error if the work would fail again, if it failed too often, or if there is no such state.
         """
-        start_s = time.monotonic()
-        self.num_restarts += 1
-        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
-            raise error
-        self._begin("replacing processes")
-        try:
-            if self.cluster.has_all_nodes:
-                pools = self.cluster.repair()
-            else:
-                self.observer.on_notice(f"a node was lost; placement.on_node_loss={self.config.placement.on_node_loss}")
-                pools = self._replace_nodes()
-            self._build_roles()
-            with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
-                self._finish()
-            found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
-            if found is None:
+        start_s, deaths, step = time.monotonic(), list[tuple[str, list[str]]](), None
+        while step is None:
+            self.num_restarts += 1
+            if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
+                error = self.cluster.find_death() or error
+            if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
                 raise error
-            folder, position = found
-            self._unfinished = None
-            self.checkpoints.load(self.roles.trained, folder)
-            self.loader.load_state_dict(position.data)
-            self.estimator.kl_controller.load_state_dict(position.kl_controller)
-            for call in self.roles.sync_weights(position.step):
-                call.get()
-            self.monitors.watch()
-        except WorkerError as again:
-            if again is error:
-                raise
-            return self._recover(again)
+            pools: list[str] = []
+            deaths.append((error.problems[0], pools))
+            try:
+                step = self._restore(pools)
+            except WorkerError as again:  # another process has died meanwhile
+                error = again
+                continue
+            if step is None:
+                raise error
         seconds = time.monotonic() - start_s
-        what = f"{error.problems[0]}; replaced {' and '.join(pools)}, and training goes on after step {position.step}"
-        self.observer.on_notice(f"{what} ({seconds:.1f} s)")
-        self.folder.add_restart(position.step + 1, error.problems[0], position.step + 1, seconds, pools)
+        for what, pools in deaths:
+            replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
+            self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
+            self.folder.add_restart(step + 1, what, step + 1, seconds, pools)
+        return step
+
+    def _restore(self, pools: list[str]) -> int | None:
+        """Replace the processes that died, and load the last state that is complete. Returns its step; None if there is
+        none. Adds the names of the pools that have new processes to `pools`."""
+        self._begin("replacing processes")
+        if self.cluster.has_all_nodes:
+            pools += self.cluster.repair()
+        else:
+            self.observer.on_notice(f"a node was lost; placement.on_node_loss={self.config.placement.on_node_loss}")
+            pools += self._replace_nodes()
+        self._build_roles()
+        with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
+            self._finish()
+        found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
+        if found is None:
+            return None
+        folder, position = found
+        self._unfinished = None
+        self.checkpoints.load(self.roles.trained, folder)
+        self.loader.load_state_dict(position.data)
+        self.estimator.kl_controller.load_state_dict(position.kl_controller)
+        for call in self.roles.sync_weights(position.step):
+            call.get()
+        self.monitors.watch()
         return position.step
 
     def _replace_nodes(self) -> list[str]:
