@@ -4,8 +4,6 @@ Owns the connection to Ray (a local Ray that it starts, or a running one that th
 nodes, and the clean-up at the end.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -204,7 +202,7 @@ class Cluster:
         self._cleanup.push(prepared.cleanup)
         self.plan, self._reserved = plan, prepared.reserved
 
-    def start_monitors(self) -> Monitors:
+    def start_monitors(self) -> "Monitors":
         """Sample the use of GPUs and processes on every node, until the cluster is closed."""
         return Monitors(self.groups, self._cleanup)
 

@@ -5,8 +5,6 @@ when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the 
 paths relative to the folder. The last one is its marker: without the marker, the others do not count.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -5,8 +5,6 @@ node, and all processes that share the GPU are in it, because Ray assigns a frac
 of whole GPUs.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

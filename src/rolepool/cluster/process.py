@@ -4,8 +4,6 @@ Owns the process: its rank, device, process group, seeds and log prefix. It runs
 as classes, so it does not know what they compute.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import inspect

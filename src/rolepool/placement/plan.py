@@ -6,8 +6,6 @@ of `per_node` in order. An entry goes to the next node that has enough free GPUs
 A plan is plain data that can be written to JSON and read back. All other code asks the plan where a role is.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Owns the comparison as numbers, table and page (every number comes from the metr
 training one recipe with several placements, one after another, each in its own process.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -5,8 +5,6 @@ CUDA graphs; and how the engine gets its model. Does not know how a layer is com
 (`sampling`), nor where new weights come from.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ _MAX_PROBLEMS = 5
 
 def native_engine(
     config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
-) -> NativeEngine:
+) -> "NativeEngine":
     """The engine of one rank, with the shared model, or with this rank's shard of a model of its own.
 
     `load_model` loads the policy in the dtype for rollouts, in host memory. `shared_model` is the actor's own model if
@@ -81,7 +79,7 @@ class _DecodeState:
     """Addresses of the model's weights."""
     decoder: Decoder
     batch: DecodeBatch
-    graphs: StepGraphs | None
+    graphs: "StepGraphs | None"
 
 
 @dataclass(eq=False, repr=False)

@@ -4,8 +4,6 @@ Owns how a move is asked for (with a file in the run folder, or a call), which c
 the new processes, which happens in a thread while the old pools work. `rolepool.trainer.loop` changes over.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -86,7 +84,7 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
 class Move(threading.Thread):
     """Starts the processes of another placement while the run goes on. If it fails, `problem` says why."""
 
-    def __init__(self, cluster: Cluster, loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
+    def __init__(self, cluster: "Cluster", loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
         super().__init__(daemon=True)
         self.loaded, self.plan = loaded, plan
         self.prepared: Prepared | None = None
