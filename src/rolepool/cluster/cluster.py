@@ -1,17 +1,9 @@
 """The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
 
-Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), the monitors of the
-nodes, and the clean-up at the end.
+Owns the monitors of the nodes, and the clean-up at the end.
 """
 
 import logging
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
-from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import WorkerGroup, find_deaths
 from rolepool.cluster.launch import (
     Bundles,
@@ -39,8 +31,6 @@ from rolepool.cluster.launch import (
     slot_device,
     substitutes,
 )
-from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
-from rolepool.cluster.private import make_token_private, private_folder
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
@@ -48,28 +38,12 @@ from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
-# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
-logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
-    lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
-)
 
 TAKE_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 60.0
 NODE_POLL_S = 0.5
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
-PROBE_TIMEOUT_S = 30.0
-PROBE = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it must use a token and finds none
-from ray._raylet import GcsClient
-GcsClient(address=sys.argv[1])
-"""
-TOKEN_FIX = (
-    "copy ~/.ray/auth_token of the first node to every node with mode 0600, and set RAY_AUTH_MODE=token for every "
-    "`ray start` and for rolepool (docs/multinode.md)"
-)
 
 
 @dataclass(frozen=True)
@@ -282,88 +256,3 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
         nodes = live_nodes()
         slots = slot_device(device, nodes)
         return tuple(node.slots(slots) for node in nodes_with_slots(slots, nodes))
-
-
-def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
-    """Join the Ray at `address`, or start a local one if it is None. Returns a function that disconnects from it again.
-
-    If this process is connected to a Ray already, that one is used, and stays connected.
-    """
-    if ray.is_initialized():
-        return lambda: None
-    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # "local" never joins another Ray that happens to run on this machine.
-        num_gpus = 0 if device == "cpu" else None
-        make_token_private()
-        with ExitStack() as cleanup:
-            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
-            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
-            start_local_ray(_init_ray, address="local", **options)
-            cleanup.callback(ray.shutdown)
-            return cleanup.pop_all().close
-    try:
-        _probe(address)
-        _init_ray(address=address)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
-    return ray.shutdown
-
-
-def _init_ray(**options: Any) -> None:
-    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
-    before = signal.getsignal(signal.SIGTERM)
-    # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
-    environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
-    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
-    # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
-    # imported. tests/cluster/test_calls.py fails if this has no effect.
-    joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
-    try:
-        ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
-    except BaseException:
-        ray.shutdown()  # stops the parts of Ray that have started
-        raise
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
-def _probe(address: str) -> None:
-    """Raise an error at once if no Ray answers at the address, or if it refuses our token.
-
-    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in another process.
-    """
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or "://" in address:
-        return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    command = [sys.executable, "-P", "-c", PROBE, address]
-    try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(
-            f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
-        ) from None
-    if probe.returncode:
-        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
-
-
-def _refusal(address: str, error: Exception) -> str:
-    """Why there is no connection, and what to change. It depends on the text of Ray's error."""
-    said = f"{error}\n{error.__cause__}"
-    if "resolve node to connect to" in said:
-        return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
-    if not re.search("authentication.token", said, re.IGNORECASE):
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        fix = "start one with `ray start --head`, or remove the key to start a local Ray"
-        return f"no Ray cluster answers there ({reason}); {fix}"
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
-    if "InvalidAuthToken" in said:
-        return f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
-    return f"RAY_AUTH_MODE=token is set, but there is no token on this node; {TOKEN_FIX}"

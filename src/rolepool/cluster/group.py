@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from rolepool.cluster import calls
+from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.launch import Process, await_all, cause_of
-from rolepool.cluster.local_ray import raise_if_ray_died
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded

@@ -5,14 +5,13 @@ when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the 
 paths relative to the folder. The last one is its marker: without the marker, the others do not count.
 """
 
-import fcntl
 import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.launch import live_nodes
 from rolepool.errors import one_line
-from rolepool.files import write_atomically
+from rolepool.files import left_behind, locked, write_atomically
 from rolepool.protocol.futures import CallFuture
 
 logger = logging.getLogger(__name__)
@@ -44,22 +43,8 @@ NumberOf = Callable[[Sequence[Path]], int | None]
 
 def remove_left_behind(shared_memory: Path) -> None:
     """Remove the snapshots of processes that were killed. A process that lives holds a lock on its folder."""
-    for folder in shared_memory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # in use, of another user, or removed meanwhile
-            lock = _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(folder: Path) -> int:
-    """Hold a lock on a folder until this process ends. Raises an OSError if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
+    for folder in left_behind(shared_memory.glob(f"{PREFIX}*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Keeper:
@@ -70,7 +55,8 @@ class Keeper:
         remove_left_behind(shared_memory)
         # It gets its name when it is locked, because other keepers remove folders without a lock.
         new = Path(tempfile.mkdtemp(prefix=f".tmp-{PREFIX}{os.getpid()}-", dir=shared_memory))
-        self._handle = _lock(new)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(new))
         self.folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
 
     @ray.method(concurrency_group="serve")
@@ -126,7 +112,7 @@ class Keeper:
         """Remove the folder. Who still writes to it by its old name gets an error."""
         with suppress(OSError):
             shutil.rmtree(self.folder.rename(f"{self.folder}-removed"))
-        os.close(self._handle)
+        self._lock.close()
 
 
 class Keepers:

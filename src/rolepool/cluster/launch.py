@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
-from rolepool.cluster.local_ray import raise_if_ray_died, ray_death
+from rolepool.cluster.connection import raise_if_ray_died, ray_death
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RolepoolError, WorkerError
