@@ -34,8 +34,8 @@ from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
-from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
@@ -204,14 +204,9 @@ class Trainer:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
-        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
-        self.cluster = Cluster(
-            self.plan,
-            address=ray_init.address,
-            num_cpus=ray_init.num_cpus,
-            timeout_s=self.config.placement.timeout_s,
-            run_seed=keys.seed,
-        )
+        keys, timeout_s = self.config.trainer, self.config.placement.timeout_s
+        of_ray = self.config.ray_kwargs.ray_init.model_dump()  # address and num_cpus
+        self.cluster = Cluster(self.plan, **of_ray, timeout_s=timeout_s, run_seed=keys.seed)
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.plan, self.cluster)
