@@ -14,23 +14,11 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rolepool.cluster import launch
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import WorkerGroup, find_deaths
-from rolepool.cluster.launch import (
-    Bundles,
-    Process,
-    Reservation,
-    await_all,
-    launch,
-    launch_helpers,
-    live_nodes,
-    nodes_with_slots,
-    reserve,
-    slot_device,
-    substitutes,
-)
+from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
@@ -75,8 +63,8 @@ class Cluster:
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or max(num_processes + 1, MIN_CPUS), plan.device))
             cleanup.push(_name_ray_as_cause)
-            self._reserved = reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
-            pools = launch(self._reserved, plan.pools, cleanup, run_seed=run_seed)
+            self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
+            pools = launch.start_pools(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
@@ -106,7 +94,7 @@ class Cluster:
         """Wait until there is a node for each lost one, and reserve its resources. The pools that were there must be
         repaired then. Raises PlacementError if there is none in time."""
         deadline, before = time.monotonic() + self._timeout_s, self._reserved
-        while (nodes := substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
+        while (nodes := launch.substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
             if time.monotonic() > deadline:
                 lost = " and ".join(node.address for node in before.nodes if node not in live_nodes())
                 problem = (
@@ -115,7 +103,7 @@ class Cluster:
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
             time.sleep(NODE_POLL_S)
-        self._reserved = reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
+        self._reserved = launch.reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
 
     def _held(self) -> Bundles:
         """The bundles on nodes that are alive."""
@@ -124,7 +112,7 @@ class Cluster:
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        processes = launch_helpers(name, count, self._cleanup, run_seed=self._run_seed)
+        processes = launch.start_helpers(name, count, self._cleanup, run_seed=self._run_seed)
         self.groups[name] = WorkerGroup(name, processes, self.groups)
         return self.groups[name]
 
@@ -136,10 +124,10 @@ class Cluster:
         for group in self.groups.values():
             if group.broken is None and (deaths := find_deaths(group.processes)):
                 dead, reason = deaths[0]
-                group.break_with(WorkerError(f"{dead} died: {reason}", pool=dead.pool, is_death=True))
+                group.break_with(dead.error(f"{dead} died: {reason}", is_death=True))
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
-        pools = launch(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
+        pools = launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
         for name in broken:
             if name in pools:
                 self.groups[name] = WorkerGroup(name, pools[name], self.groups)
@@ -151,11 +139,11 @@ class Cluster:
         """Start the processes of these pools of another plan, beside those that run, and let them import the classes of
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
-            reserved = reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
-            processes = launch(reserved, names, cleanup, run_seed=self._run_seed)
+            reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
+            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
             started = [process for pool in processes.values() for process in pool]
             asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}
-            await_all(asked, "import the classes of its roles")
+            launch.await_all(asked, "import the classes of its roles")
             return Prepared(reserved, processes, cleanup.pop_all())
 
     def switch(self, prepared: Prepared) -> None:
@@ -225,8 +213,7 @@ class Monitors:
             if node_id in self._monitors:
                 self._monitors[node_id][0].watch.remote(watched, roles)
                 continue
-            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
+            actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=launch.pinned_to(node_id))
             actor: Any = actor_class.remote(there[0].address, watched, roles)
             self._monitors[node_id] = actor, there[0].clock_ahead_s
             self._cleanup.callback(ray.kill, actor)
@@ -254,5 +241,5 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
         nodes = live_nodes()
-        slots = slot_device(device, nodes)
-        return tuple(node.slots(slots) for node in nodes_with_slots(slots, nodes))
+        slots = launch.slot_device(device, nodes)
+        return tuple(node.slots(slots) for node in launch.nodes_with_slots(slots, nodes))

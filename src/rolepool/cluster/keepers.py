@@ -18,9 +18,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rolepool.cluster.launch import live_nodes
+from rolepool.cluster.launch import live_nodes, pinned_to
 from rolepool.errors import one_line
 from rolepool.files import left_behind, locked, write_atomically
 from rolepool.protocol.futures import CallFuture
@@ -126,9 +125,8 @@ class Keepers:
         self._actors = {node: self._start(node) for node in nodes if self._here is None}
 
     def _start(self, node: str) -> Any:
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        return actor_class.options(num_cpus=0, scheduling_strategy=where).remote(self._number_of)
+        return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
         """The folder on each node, and the bytes that are free there. A node whose keeper has died is missing."""

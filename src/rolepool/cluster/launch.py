@@ -59,6 +59,10 @@ class Process(Whereabouts):
     def __str__(self) -> str:
         return f"{self.pool} rank {self.rank} (node {self.address}, pid {self.pid})"
 
+    def error(self, problem: str, **more: Any) -> WorkerError:
+        """An error about this process."""
+        return WorkerError(problem, pool=self.pool, rank=self.rank, node=self.address, pid=self.pid, **more)
+
 
 # Nodes
 
@@ -86,6 +90,11 @@ def live_nodes() -> list[Node]:
             gpus, cpus = (int(node["Resources"].get(name, 0)) for name in ("GPU", "CPU"))
             nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], gpus, cpus))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.address, node.node_id))
+
+
+def pinned_to(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Where Ray starts an actor or a task that must run on this node."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def slot_device(device: str, nodes: Sequence[Node]) -> str:
@@ -168,7 +177,7 @@ def reserve(
     return Reservation(plan, nodes, device, {**held, **_reserve(plan, nodes, device, timeout_s, cleanup, held)})
 
 
-def launch(
+def start_pools(
     reserved: Reservation, names: Iterable[str], cleanup: ExitStack, *, run_seed: int
 ) -> dict[str, list[Process]]:
     """Start the processes of these pools, all pools at the same time. Returns the processes of each pool.
@@ -200,10 +209,10 @@ def launch(
     return pools
 
 
-def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
+def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
     """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
     are for light work such as rule rewards."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here = pinned_to(ray.get_runtime_context().get_node_id())
     actors = [_start(here, cleanup) for _ in range(count)]
     found = _await_start({name: actors})[name]
     processes = _match(name, [Slot(0, rank) for rank in range(count)], actors, found, (), "cpu")

@@ -78,7 +78,7 @@ class Whereabouts:
 
 
 class WorkerProcess:
-    """Started by `launch` on one slot. It runs one call at a time, in the order in which they were made."""
+    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they were made."""
 
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was

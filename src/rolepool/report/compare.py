@@ -18,8 +18,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from rich.table import Table
 
-from rolepool.config import load_config
-from rolepool.config.loading import show
+from rolepool.config import load_config, show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import validation_score
