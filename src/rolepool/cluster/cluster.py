@@ -7,10 +7,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -44,7 +44,7 @@ class Prepared:
     """Ends the processes."""
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """The processes of a plan. As a context manager, it stops every process at its end, and Ray if it started Ray."""
 
     def __init__(
@@ -177,9 +177,6 @@ class Cluster:
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
         self.__exit__(None, None, None)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         # Ray also releases everything when the job ends. An error here would hide the error that ended the run.

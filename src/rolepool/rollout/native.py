@@ -59,16 +59,11 @@ def native_engine(
         share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         return cache_room(share, free_bytes("cuda"), num_bytes, keys.gpu_memory_utilization)
 
-    return NativeEngine(
-        model,
-        max_num_seqs=keys.max_num_seqs,
-        max_num_batched_tokens=keys.max_num_batched_tokens,
-        shared_weights=shared_model is not None,
-        cache_bytes=None if context.device == "cpu" else room_on_gpu,
-        shard=shard,
-        parallel=TensorParallel.over_neighbours(context.tp_size),
-        enforce_eager=keys.enforce_eager,
-    )
+    limits = keys.model_dump(include={"max_num_seqs", "max_num_batched_tokens", "enforce_eager"})
+    room = None if context.device == "cpu" else room_on_gpu
+    is_shared = shared_model is not None
+    parallel = TensorParallel.over_neighbours(context.tp_size)
+    return NativeEngine(model, **limits, shared_weights=is_shared, cache_bytes=room, shard=shard, parallel=parallel)
 
 
 @dataclass(frozen=True)

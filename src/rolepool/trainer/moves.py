@@ -22,8 +22,7 @@ from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 
 if TYPE_CHECKING:
-    from rolepool.cluster import Cluster
-    from rolepool.cluster.cluster import Prepared
+    from rolepool.cluster import Cluster, Prepared
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
