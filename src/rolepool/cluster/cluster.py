@@ -66,6 +66,10 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
             pools = launch.start_pools(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
+        self._add_groups(pools)
+
+    def _add_groups(self, pools: Mapping[str, Sequence[Process]]) -> None:
+        """Make a group of the processes of each pool. It replaces the group of an earlier pool of this name."""
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
 
@@ -112,8 +116,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        processes = launch.start_helpers(name, count, self._cleanup, run_seed=self._run_seed)
-        self.groups[name] = WorkerGroup(name, processes, self.groups)
+        self._add_groups({name: launch.start_helpers(name, count, self._cleanup, run_seed=self._run_seed)})
         return self.groups[name]
 
     def repair(self) -> list[str]:
@@ -127,11 +130,9 @@ class Cluster(AbstractContextManager["Cluster"]):
                 group.break_with(dead.error(f"{dead} died: {reason}", is_death=True))
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
-        pools = launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
+        self._add_groups(launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed))
         for name in broken:
-            if name in pools:
-                self.groups[name] = WorkerGroup(name, pools[name], self.groups)
-            else:
+            if name not in planned:
                 self.add_helpers(name, self.groups[name].world_size)
         return broken
 
@@ -159,8 +160,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             if time.monotonic() > deadline:
                 names = " and ".join(replaced)
                 raise WorkerError(f"the processes of {names} have not ended {END_TIMEOUT_S:g} s after they were killed")
-        for name, processes in prepared.processes.items():
-            self.groups[name] = WorkerGroup(name, processes, self.groups)
+        self._add_groups(prepared.processes)
         self._cleanup.push(prepared.cleanup)
         self.plan, self._reserved = plan, prepared.reserved
 
