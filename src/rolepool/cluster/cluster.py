@@ -101,9 +101,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         while (nodes := launch.substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
             if time.monotonic() > deadline:
                 lost = " and ".join(node.address for node in before.nodes if node not in live_nodes())
-                problem = (
-                    f"node {lost} was lost, and no other node replaced it in placement.timeout_s={self._timeout_s:g}"
-                )
+                limit = f"placement.timeout_s={self._timeout_s:g}"
+                problem = f"node {lost} was lost, and no other node replaced it in {limit}"
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
             time.sleep(NODE_POLL_S)

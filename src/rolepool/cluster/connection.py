@@ -119,9 +119,8 @@ def _probe(address: str) -> None:
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(
-            f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
-        ) from None
+        problem = f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
+        raise TimeoutError(problem) from None
     if probe.returncode:
         raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
 

@@ -251,12 +251,10 @@ class Trainer:
             number, has_its_weights = number + 1, False
 
     def _ended_in_words(self, number: int) -> str:
-        mode = self.config.trainer.resume_mode
+        key = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
         after = "not saved (trainer.save_freq=-1)"
         if self.saved_step == number:
-            after = (
-                f"saved; the same command{'' if mode == 'auto' else ' with trainer.resume_mode=auto'} resumes from it"
-            )
+            after = f"saved; the same command{key} resumes from it"
         elif self.save_freq > 0 and self.bad_steps.reason is not None:
             after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
         return f"step {number} was finished and {after}"
