@@ -100,8 +100,7 @@ class WorkerGroup:
         """Raise a ConfigError about `setting` (`key=value`) if a node of the pool does not have the file or folder."""
         asked = {process.actor.why_missing.remote(str(path)): (str(process), self.name) for process in self.processes}
         problems = sorted({problem for problem in await_all(asked, f"look for {path}") if problem})
-        if problems:
-            raise ConfigError(f"{setting}: {problem}; {fix}" for problem in problems)
+        ConfigError.raise_if_any(f"{setting}: {problem}; {fix}" for problem in problems)
 
     # Failure
 

@@ -245,8 +245,7 @@ def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str, held: Bundle
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
                 f"has {node.num_cpus} there; raise ray_kwargs.ray_init.num_cpus, or start that node with more"
             )
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
 
 
 def _reserve(

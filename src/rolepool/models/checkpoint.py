@@ -214,8 +214,7 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
     num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
     wanted = (rank_file(rank, num_ranks) for rank in range(num_ranks))
-    if missing := list(islice((name for name in wanted if name not in names), 3)):
-        raise ConfigError(f"{folder / name}: missing" for name in missing)
+    ConfigError.raise_if_any(islice((f"{folder / name}: missing" for name in wanted if name not in names), 3))
     ranks, fix = [], "copy the checkpoint again"
     for name in names:
         with explained(f"{folder / name}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:

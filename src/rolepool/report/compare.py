@@ -89,8 +89,7 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
             problems.append(f"{key}: the work of the runs differs ({shown}); to compare them anyway, use --force")
-    if problems:
-        raise ConfigError(problems)
+    ConfigError.raise_if_any(problems)
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:

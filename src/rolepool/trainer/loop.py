@@ -97,8 +97,7 @@ class Trainer:
         self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
-        if problems := find_problems(self.config, self.plan):
-            raise PlacementError(problems)
+        PlacementError.raise_if_any(find_problems(self.config, self.plan))
         check_inputs(self.config, self.plan, reward)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)

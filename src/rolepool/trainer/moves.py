@@ -68,8 +68,7 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> None
         if memory.excess:
             too_much = f"{name} needs about {memory.excess / GIB:.1f} GiB more than a GPU has"
             problems.append(f"{too_much}; `rolepool plan` shows what would help")
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
 
 
 def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
