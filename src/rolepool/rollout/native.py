@@ -59,11 +59,11 @@ def native_engine(
         share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         return cache_room(share, free_bytes("cuda"), num_bytes, keys.gpu_memory_utilization)
 
-    limits = keys.model_dump(include={"max_num_seqs", "max_num_batched_tokens", "enforce_eager"})
+    limits = (keys.max_num_seqs, keys.max_num_batched_tokens)
     room = None if context.device == "cpu" else room_on_gpu
     is_shared = shared_model is not None
     parallel = TensorParallel.over_neighbours(context.tp_size)
-    return NativeEngine(model, **limits, shared_weights=is_shared, cache_bytes=room, shard=shard, parallel=parallel)
+    return NativeEngine(model, *limits, is_shared, room, shard, parallel, enforce_eager=keys.enforce_eager)
 
 
 @dataclass(frozen=True)

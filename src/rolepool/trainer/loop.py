@@ -203,9 +203,9 @@ class Trainer:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
-        keys, timeout_s = self.config.trainer, self.config.placement.timeout_s
-        of_ray = self.config.ray_kwargs.ray_init.model_dump()  # address and num_cpus
-        self.cluster = Cluster(self.plan, **of_ray, timeout_s=timeout_s, run_seed=keys.seed)
+        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
+        address, num_cpus, timeout_s = ray_init.address, ray_init.num_cpus, self.config.placement.timeout_s
+        self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.plan, self.cluster)
