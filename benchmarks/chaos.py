@@ -35,8 +35,8 @@ from rolepool.cluster import RoleProxy, WorkerGroup
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.metrics.spans import RULE_POOL
+from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
-from rolepool.trainer.observer import Observer
 
 VICTIMS = {
     "actor0": ("actor_pool", 0),

@@ -14,7 +14,7 @@ import time
 import psutil
 import ray
 
-from rolepool.cluster.local_ray import SYSTEM_CONFIG
+from rolepool.cluster.connection import SYSTEM_CONFIG
 
 CALLS_AT_ONCE = 500
 REPORT_S = 3.0

@@ -22,9 +22,9 @@ import torch
 from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.report.run import read_run
+from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.moves import Move, moved
-from rolepool.trainer.observer import Observer
 
 KEYS = """
 data.train_batch_size=64 data.max_prompt_length=8 data.max_response_length=4 data.val_files=null

@@ -27,10 +27,10 @@ import ray
 from chaos import demo_keys
 from ray._private.internal_api import node_stats
 
-from rolepool.cluster.private import _private_root
+from rolepool.cluster.connection import _private_root
 from rolepool.config import load_config
+from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
-from rolepool.trainer.observer import Observer
 
 SAMPLED_EVERY = 20
 LIMIT = 1.1

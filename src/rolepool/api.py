@@ -71,8 +71,7 @@ def plan(
     nodes = None if inventory is None else parse_inventory(inventory)
     memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
     summary = summarise(load_config([load_config(config, **keys), _named(model, placement)]), nodes, memory_bytes)
-    if summary.problems:
-        raise PlacementError(summary.problems)
+    PlacementError.raise_if_any(summary.problems)
     return summary
 
 

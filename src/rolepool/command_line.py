@@ -4,8 +4,6 @@ Exit code 0: success. 2: the user must change something; each problem is one lin
 that is slow to import.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -86,7 +84,7 @@ def is_input(word: str) -> bool:
     return is_file or "=" in word or word in recipe_names()
 
 
-def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> LoadedConfig:
+def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "LoadedConfig":
     """Load the config from files, recipes and overrides: the parsed words, or these."""
     from rolepool.config import load_config
     from rolepool.config.hydra_files import named_file

@@ -23,6 +23,12 @@ class RolepoolError(Exception):
     def __str__(self) -> str:
         return "\n".join(self.problems)
 
+    @classmethod
+    def raise_if_any(cls, problems: Iterable[str]) -> None:
+        """Raise this error with all problems, if there are any."""
+        if found := list(problems):
+            raise cls(found)
+
 
 class ConfigError(RolepoolError):
     """A key, its value or a combination of them is wrong."""

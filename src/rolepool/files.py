@@ -1,5 +1,6 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and folders that belong to a process until it ends."""
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,3 +25,25 @@ def write_atomically(path: Path, pieces: Iterable[str]) -> Path:
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
     return path
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a lock on a folder. The kernel releases the lock when this process ends, no matter how it ends.
+
+    Raises BlockingIOError if another process holds the lock and `wait` is false.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def left_behind(folders: Iterable[Path]) -> Iterator[Path]:
+    """The folders on which no process holds a lock, because their owners were killed. Each is locked while it
+    is used."""
+    for folder in folders:
+        with suppress(OSError), locked(folder, wait=False):  # in use, of another user, or removed meanwhile
+            yield folder

@@ -19,7 +19,7 @@ from roles_for_tests import Place
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster import Cluster
-from rolepool.cluster.private import private_folder
+from rolepool.cluster.connection import private_folder
 
 pytestmark = pytest.mark.slow  # two starts of Ray; test_calls looks at the listening sockets of its own
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 import ray
 from test_recovery import chaos
 
-from rolepool.cluster.keepers import SHARED_MEMORY, _lock, remove_left_behind
+from rolepool.cluster.keepers import SHARED_MEMORY, remove_left_behind
+from rolepool.files import left_behind
 from rolepool.report.run import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,12 +43,7 @@ def expected(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def snapshots_left() -> set[Path]:
     """The folders of snapshots that no living process holds."""
-    left = set()
-    for folder in SHARED_MEMORY.glob("rolepool-*"):
-        with suppress(OSError):
-            os.close(_lock(folder))
-            left.add(folder)
-    return left
+    return set(left_behind(SHARED_MEMORY.glob("rolepool-*")))
 
 
 @pytest.mark.parametrize("case", ["actor1:update", "critic:generation", "actor0:sync", "actor1:snapshot"])

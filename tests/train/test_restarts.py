@@ -107,7 +107,7 @@ def test_timeout_ends_a_run_as_sigterm_does(demo: Demo, tmp_path: Path) -> None:
 def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> None:
     program = (
         "import logging, ray\n"
-        "from rolepool.cluster.cluster import connect\n"
+        "from rolepool.cluster.connection import connect\n"
         "logging.basicConfig()\n"
         "connect(None, 1, 'cpu')\n"
         "print(ray.is_initialized())"

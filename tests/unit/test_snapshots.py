@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.cluster.keepers import Keeper, _lock, remove_left_behind
+from rolepool.cluster.keepers import Keeper, remove_left_behind
+from rolepool.files import locked
 
 
 def hold(folder: Path, said: Connection) -> None:
-    held = _lock(folder)
-    said.send(held > 0)
-    time.sleep(300)
+    with locked(folder):
+        said.send(True)
+        time.sleep(300)
 
 
 def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) -> None:

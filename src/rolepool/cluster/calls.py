@@ -17,12 +17,10 @@ from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
-from rolepool.protocol import futures
+from rolepool.protocol import Dispatch, Encoded, encode, futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto, batch_to_tensordict, tensordict_to_batch
-from rolepool.protocol.encoding import Encoded, encode
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
-from rolepool.protocol.worker import Dispatch
 
 FETCH_TIMEOUT_S = 600.0
 

@@ -1,48 +1,24 @@
 """The cluster of a run: Ray, the processes of a plan, and a worker group for each pool.
 
-Owns the connection to Ray (a local Ray that it starts, or a running one that the user names), the monitors of the
-nodes, and the clean-up at the end.
+Owns the monitors of the nodes, and the clean-up at the end.
 """
 
-from __future__ import annotations
-
 import logging
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
-from ray._private import ray_constants
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rolepool.cluster import launch
+from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import WorkerGroup, find_deaths
-from rolepool.cluster.launch import (
-    Bundles,
-    Process,
-    Reservation,
-    await_all,
-    launch,
-    launch_helpers,
-    live_nodes,
-    nodes_with_slots,
-    reserve,
-    slot_device,
-    substitutes,
-)
-from rolepool.cluster.local_ray import SYSTEM_CONFIG, raise_if_ray_died, start_local_ray
-from rolepool.cluster.private import make_token_private, private_folder
+from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
@@ -50,28 +26,12 @@ from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched
 from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
-# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
-logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
-    lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
-)
 
 TAKE_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 60.0
 NODE_POLL_S = 0.5
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
-PROBE_TIMEOUT_S = 30.0
-PROBE = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it must use a token and finds none
-from ray._raylet import GcsClient
-GcsClient(address=sys.argv[1])
-"""
-TOKEN_FIX = (
-    "copy ~/.ray/auth_token of the first node to every node with mode 0600, and set RAY_AUTH_MODE=token for every "
-    "`ray start` and for rolepool (docs/multinode.md)"
-)
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,7 @@ class Prepared:
     """Ends the processes."""
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """The processes of a plan. As a context manager, it stops every process at its end, and Ray if it started Ray."""
 
     def __init__(
@@ -103,9 +63,13 @@ class Cluster:
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or max(num_processes + 1, MIN_CPUS), plan.device))
             cleanup.push(_name_ray_as_cause)
-            self._reserved = reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
-            pools = launch(self._reserved, plan.pools, cleanup, run_seed=run_seed)
+            self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
+            pools = launch.start_pools(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
+        self._add_groups(pools)
+
+    def _add_groups(self, pools: Mapping[str, Sequence[Process]]) -> None:
+        """Make a group of the processes of each pool. It replaces the group of an earlier pool of this name."""
         for name, processes in pools.items():
             self.groups[name] = WorkerGroup(name, processes, self.groups)
 
@@ -134,16 +98,15 @@ class Cluster:
         """Wait until there is a node for each lost one, and reserve its resources. The pools that were there must be
         repaired then. Raises PlacementError if there is none in time."""
         deadline, before = time.monotonic() + self._timeout_s, self._reserved
-        while (nodes := substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
+        while (nodes := launch.substitutes(self.plan, before.nodes, live_nodes(), before.device)) is None:
             if time.monotonic() > deadline:
                 lost = " and ".join(node.address for node in before.nodes if node not in live_nodes())
-                problem = (
-                    f"node {lost} was lost, and no other node replaced it in placement.timeout_s={self._timeout_s:g}"
-                )
+                limit = f"placement.timeout_s={self._timeout_s:g}"
+                problem = f"node {lost} was lost, and no other node replaced it in {limit}"
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
             time.sleep(NODE_POLL_S)
-        self._reserved = reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
+        self._reserved = launch.reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
 
     def _held(self) -> Bundles:
         """The bundles on nodes that are alive."""
@@ -152,8 +115,7 @@ class Cluster:
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        processes = launch_helpers(name, count, self._cleanup, run_seed=self._run_seed)
-        self.groups[name] = WorkerGroup(name, processes, self.groups)
+        self._add_groups({name: launch.start_helpers(name, count, self._cleanup, run_seed=self._run_seed)})
         return self.groups[name]
 
     def find_death(self) -> WorkerError | None:
@@ -161,7 +123,7 @@ class Cluster:
         for group in self.groups.values():
             if group.broken is None and (deaths := find_deaths(group.processes)):
                 dead, reason = deaths[0]
-                group.break_with(WorkerError(f"{dead} died: {reason}", pool=dead.pool, is_death=True))
+                group.break_with(dead.error(f"{dead} died: {reason}", is_death=True))
         errors = [group.broken for group in self.groups.values() if group.broken is not None]
         return next((error for error in errors if error.is_death), None)
 
@@ -173,11 +135,9 @@ class Cluster:
         self.find_death()
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
-        pools = launch(self._reserved, planned, self._cleanup, run_seed=self._run_seed)
+        self._add_groups(launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed))
         for name in broken:
-            if name in pools:
-                self.groups[name] = WorkerGroup(name, pools[name], self.groups)
-            else:
+            if name not in planned:
                 self.add_helpers(name, self.groups[name].world_size)
         return broken
 
@@ -185,11 +145,11 @@ class Cluster:
         """Start the processes of these pools of another plan, beside those that run, and let them import the classes of
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
-            reserved = reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
-            processes = launch(reserved, names, cleanup, run_seed=self._run_seed)
+            reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
+            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
             started = [process for pool in processes.values() for process in pool]
             asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}
-            await_all(asked, "import the classes of its roles")
+            launch.await_all(asked, "import the classes of its roles")
             return Prepared(reserved, processes, cleanup.pop_all())
 
     def switch(self, prepared: Prepared) -> None:
@@ -205,12 +165,11 @@ class Cluster:
             if time.monotonic() > deadline:
                 names = " and ".join(replaced)
                 raise WorkerError(f"the processes of {names} have not ended {END_TIMEOUT_S:g} s after they were killed")
-        for name, processes in prepared.processes.items():
-            self.groups[name] = WorkerGroup(name, processes, self.groups)
+        self._add_groups(prepared.processes)
         self._cleanup.push(prepared.cleanup)
         self.plan, self._reserved = plan, prepared.reserved
 
-    def start_monitors(self) -> Monitors:
+    def start_monitors(self) -> "Monitors":
         """Sample the use of GPUs and processes on every node, until the cluster is closed."""
         return Monitors(self.groups, self._cleanup)
 
@@ -223,9 +182,6 @@ class Cluster:
     def close(self) -> None:
         """Stop every process, release the resources, and disconnect from Ray."""
         self.__exit__(None, None, None)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         # Ray also releases everything when the job ends. An error here would hide the error that ended the run.
@@ -259,8 +215,7 @@ class Monitors:
             if node_id in self._monitors:
                 self._monitors[node_id][0].watch.remote(watched, roles)
                 continue
-            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=where)
+            actor_class = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=launch.pinned_to(node_id))
             actor: Any = actor_class.remote(there[0].address, watched, roles)
             self._monitors[node_id] = actor, there[0].clock_ahead_s
             self._cleanup.callback(ray.kill, actor)
@@ -288,90 +243,5 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
         nodes = live_nodes()
-        slots = slot_device(device, nodes)
-        return tuple(node.slots(slots) for node in nodes_with_slots(slots, nodes))
-
-
-def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
-    """Join the Ray at `address`, or start a local one if it is None. Returns a function that disconnects from it again.
-
-    If this process is connected to a Ray already, that one is used, and stays connected.
-    """
-    if ray.is_initialized():
-        return lambda: None
-    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # "local" never joins another Ray that happens to run on this machine.
-        num_gpus = 0 if device == "cpu" else None
-        make_token_private()
-        with ExitStack() as cleanup:
-            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
-            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
-            start_local_ray(_init_ray, address="local", **options)
-            cleanup.callback(ray.shutdown)
-            return cleanup.pop_all().close
-    try:
-        _probe(address)
-        _init_ray(address=address)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
-    return ray.shutdown
-
-
-def _init_ray(**options: Any) -> None:
-    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
-    before = signal.getsignal(signal.SIGTERM)
-    # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
-    environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
-    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
-    # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
-    # imported. tests/cluster/test_calls.py fails if this has no effect.
-    joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
-    try:
-        ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
-    except BaseException:
-        ray.shutdown()  # stops the parts of Ray that have started
-        raise
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
-def _probe(address: str) -> None:
-    """Raise an error at once if no Ray answers at the address, or if it refuses our token.
-
-    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in another process.
-    """
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or "://" in address:
-        return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    command = [sys.executable, "-P", "-c", PROBE, address]
-    try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(
-            f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
-        ) from None
-    if probe.returncode:
-        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
-
-
-def _refusal(address: str, error: Exception) -> str:
-    """Why there is no connection, and what to change. It depends on the text of Ray's error."""
-    said = f"{error}\n{error.__cause__}"
-    if "resolve node to connect to" in said:
-        return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
-    if not re.search("authentication.token", said, re.IGNORECASE):
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        fix = "start one with `ray start --head`, or remove the key to start a local Ray"
-        return f"no Ray cluster answers there ({reason}); {fix}"
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
-    if "InvalidAuthToken" in said:
-        return f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
-    return f"RAY_AUTH_MODE=token is set, but there is no token on this node; {TOKEN_FIX}"
+        slots = launch.slot_device(device, nodes)
+        return tuple(node.slots(slots) for node in launch.nodes_with_slots(slots, nodes))

@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from rolepool.cluster import calls
+from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.launch import Process, await_all, cause_of
-from rolepool.cluster.local_ray import raise_if_ray_died
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded
@@ -38,12 +38,8 @@ CALL_TIMEOUT_S = 24 * 3600.0
 PING_TIMEOUT_S = 2.0
 
 ActorGoneError = (ActorDiedError, ActorUnavailableError)
-_numbers = itertools.count(1)
-
-
-def next_call_number() -> int:
-    """The number of a new call. All groups of this process count their calls together."""
-    return next(_numbers)
+next_call_number = itertools.count(1).__next__
+"""Returns the number of a new call. All groups of this process count their calls together."""
 
 
 class WorkerGroup:
@@ -104,8 +100,7 @@ class WorkerGroup:
         """Raise a ConfigError about `setting` (`key=value`) if a node of the pool does not have the file or folder."""
         asked = {process.actor.why_missing.remote(str(path)): (str(process), self.name) for process in self.processes}
         problems = sorted({problem for problem in await_all(asked, f"look for {path}") if problem})
-        if problems:
-            raise ConfigError(f"{setting}: {problem}; {fix}" for problem in problems)
+        ConfigError.raise_if_any(f"{setting}: {problem}; {fix}" for problem in problems)
 
     # Failure
 
@@ -132,9 +127,8 @@ class WorkerGroup:
         for dead, reason in find_deaths([process for group in healthy for process in group.processes], cause):
             group = self._all_groups[dead.pool]
             ended = group._call_ended_by(dead) or call
-            where: dict[str, Any] = {"pool": dead.pool, "rank": dead.rank, "node": dead.address, "pid": dead.pid}
             message = f"{dead} died during {ended.role}.{ended.method}: {reason}"
-            errors.append(WorkerError(message, role=ended.role, method=ended.method, is_death=True, **where))
+            errors.append(dead.error(message, role=ended.role, method=ended.method, is_death=True))
             group.break_with(errors[-1])
         self.raise_if_broken()
         if errors:

@@ -5,27 +5,23 @@ when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the 
 paths relative to the folder. The last one is its marker: without the marker, the others do not count.
 """
 
-from __future__ import annotations
-
-import fcntl
 import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rolepool.cluster.launch import live_nodes
+from rolepool.cluster.launch import live_nodes, pinned_to
 from rolepool.errors import one_line
-from rolepool.files import write_atomically
+from rolepool.files import left_behind, locked, write_atomically
 from rolepool.protocol.futures import CallFuture
 
 logger = logging.getLogger(__name__)
@@ -46,22 +42,8 @@ NumberOf = Callable[[Sequence[Path]], int | None]
 
 def remove_left_behind(shared_memory: Path) -> None:
     """Remove the snapshots of processes that were killed. A process that lives holds a lock on its folder."""
-    for folder in shared_memory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # in use, of another user, or removed meanwhile
-            lock = _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(folder: Path) -> int:
-    """Hold a lock on a folder until this process ends. Raises an OSError if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
+    for folder in left_behind(shared_memory.glob(f"{PREFIX}*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Keeper:
@@ -72,7 +54,8 @@ class Keeper:
         remove_left_behind(shared_memory)
         # It gets its name when it is locked, because other keepers remove folders without a lock.
         new = Path(tempfile.mkdtemp(prefix=f".tmp-{PREFIX}{os.getpid()}-", dir=shared_memory))
-        self._handle = _lock(new)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(new))
         self.folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
 
     @ray.method(concurrency_group="serve")
@@ -128,7 +111,7 @@ class Keeper:
         """Remove the folder. Who still writes to it by its old name gets an error."""
         with suppress(OSError):
             shutil.rmtree(self.folder.rename(f"{self.folder}-removed"))
-        os.close(self._handle)
+        self._lock.close()
 
 
 class Keepers:
@@ -142,9 +125,8 @@ class Keepers:
         self._actors = {node: self._start(node) for node in nodes if self._here is None}
 
     def _start(self, node: str) -> Any:
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
-        return actor_class.options(num_cpus=0, scheduling_strategy=where).remote(self._number_of)
+        return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
         """The folder on each node, and the bytes that are free there. A node whose keeper has died is missing."""

@@ -5,8 +5,6 @@ node, and all processes that share the GPU are in it, because Ray assigns a frac
 of whole GPUs.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
@@ -24,7 +22,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
-from rolepool.cluster.local_ray import raise_if_ray_died, ray_death
+from rolepool.cluster.connection import raise_if_ray_died, ray_death
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RolepoolError, WorkerError
@@ -61,6 +59,10 @@ class Process(Whereabouts):
     def __str__(self) -> str:
         return f"{self.pool} rank {self.rank} (node {self.address}, pid {self.pid})"
 
+    def error(self, problem: str, **more: Any) -> WorkerError:
+        """An error about this process."""
+        return WorkerError(problem, pool=self.pool, rank=self.rank, node=self.address, pid=self.pid, **more)
+
 
 # Nodes
 
@@ -88,6 +90,11 @@ def live_nodes() -> list[Node]:
             gpus, cpus = (int(node["Resources"].get(name, 0)) for name in ("GPU", "CPU"))
             nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], gpus, cpus))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.address, node.node_id))
+
+
+def pinned_to(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Where Ray starts an actor or a task that must run on this node."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def slot_device(device: str, nodes: Sequence[Node]) -> str:
@@ -170,7 +177,7 @@ def reserve(
     return Reservation(plan, nodes, device, {**held, **_reserve(plan, nodes, device, timeout_s, cleanup, held)})
 
 
-def launch(
+def start_pools(
     reserved: Reservation, names: Iterable[str], cleanup: ExitStack, *, run_seed: int
 ) -> dict[str, list[Process]]:
     """Start the processes of these pools, all pools at the same time. Returns the processes of each pool.
@@ -202,10 +209,10 @@ def launch(
     return pools
 
 
-def launch_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
+def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
     """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
     are for light work such as rule rewards."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here = pinned_to(ray.get_runtime_context().get_node_id())
     actors = [_start(here, cleanup) for _ in range(count)]
     found = _await_start({name: actors})[name]
     processes = _match(name, [Slot(0, rank) for rank in range(count)], actors, found, (), "cpu")
@@ -238,8 +245,7 @@ def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str, held: Bundle
                 f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
                 f"has {node.num_cpus} there; raise ray_kwargs.ray_init.num_cpus, or start that node with more"
             )
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
 
 
 def _reserve(

@@ -4,8 +4,6 @@ Owns the process: its rank, device, process group, seeds and log prefix. It runs
 as classes, so it does not know what they compute.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import inspect
@@ -41,22 +39,11 @@ from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
+from rolepool.protocol import Dispatch, Worker, WorkerContext
+from rolepool.protocol import worker as workers
 from rolepool.protocol.data import DataProto, tensordict_to_batch
 from rolepool.protocol.futures import Reply, encode_result
 from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
-from rolepool.protocol.worker import (
-    MARK,
-    Dispatch,
-    PartTimes,
-    Worker,
-    WorkerContext,
-    explain_out_of_memory,
-    is_out_of_memory,
-    made_in,
-    part,
-    random_state,
-    set_random_state,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +67,7 @@ class Whereabouts:
 
 
 class WorkerProcess:
-    """Started by `launch` on one slot. It runs one call at a time, in the order in which they were made."""
+    """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they were made."""
 
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
@@ -198,7 +185,7 @@ class WorkerProcess:
         self._failed_roles.pop(name, None)
         self._reseed(name, context.init_seed)
         try:
-            with made_in(context, self._roles):
+            with workers.made_in(context, self._roles):
                 # In two steps, so that `less_memory` can be called if `__init__` runs out of memory.
                 worker = self._roles[name] = worker_class.__new__(worker_class, *args, **kwargs)
                 worker.__init__(*args, **kwargs)  # type: ignore[misc]
@@ -234,12 +221,12 @@ class WorkerProcess:
         self._switch_random_state(call.role)
         share, handled = None, (0, 0, 0)
         try:
-            with PartTimes() as times:
+            with workers.PartTimes() as times:
                 if call.role in self._failed_roles:
                     raise self._failed_roles[call.role]
                 worker = self._roles[call.role]
                 if call.args or call.kwargs:
-                    with part("fetch"):
+                    with workers.part("fetch"):
                         call, share = resolve_arguments(call, direct, stored)
                 method = getattr(worker, call.method)
                 result = method(*call.args, **call.kwargs)
@@ -247,7 +234,7 @@ class WorkerProcess:
                     result = self._loop.run_until_complete(result)
                 if call.args or call.kwargs or result is not None:
                     handled = _handled((*call.args, *call.kwargs.values()), result)
-                dispatch = getattr(method, MARK).dispatch
+                dispatch = getattr(method, workers.MARK).dispatch
                 if dispatch in PER_DP_GROUP and worker.context.tp_rank:
                     result = None
                 elif dispatch is Dispatch.DP_COMPUTE_PROTO:
@@ -270,8 +257,8 @@ class WorkerProcess:
             return error
         context, pid = self._context, os.getpid()
         who = f"{context.pool} rank {context.rank} ({role}.{method}, node {self._address}, pid {pid})"
-        if is_out_of_memory(error):
-            problems = explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
+        if workers.is_out_of_memory(error):
+            problems = workers.explain_out_of_memory(who, error, context.device, self._roles[role].less_memory(method))
         elif isinstance(error, RolepoolError):  # the message says what the user can change
             problems = [*error.problems[:-1], f"{error.problems[-1]}; in {who}"]
         else:
@@ -285,9 +272,9 @@ class WorkerProcess:
         """Each role has its own stream of random numbers, which does not depend on what other roles draw."""
         if role == self._active_role:
             return
-        self._random_states[self._active_role] = random_state()
+        self._random_states[self._active_role] = workers.random_state()
         if role in self._random_states:
-            set_random_state(self._random_states[role])
+            workers.set_random_state(self._random_states[role])
         self._active_role = role
 
     def _span(self, role: str, method: str, queued_s: float, start_s: float, *more: Any) -> Span:

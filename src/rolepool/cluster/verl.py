@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rolepool.cluster.cluster import Cluster, connect
+from rolepool.cluster.cluster import Cluster
+from rolepool.cluster.connection import connect
 from rolepool.cluster.group import RoleProxy, WorkerGroup
 from rolepool.cluster.launch import live_nodes, slot_device
 from rolepool.errors import DataError

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rolepool.cluster.group import PendingCall, WorkerGroup, error_of
-from rolepool.cluster.launch import Process
+from rolepool.cluster.launch import Process, pinned_to
 from rolepool.config.run_keys import TrainerConfig
-from rolepool.errors import WorkerError, first_few
+from rolepool.errors import first_few
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import State
 from rolepool.placement.roles import OPERATIONS
@@ -170,9 +169,7 @@ class Watchdog:
         )
         self._tell(line)
         if on_stall == "abort":
-            first = causes[0].process
-            where: dict[str, Any] = {"rank": first.rank, "node": first.address, "pid": first.pid}
-            call.group.break_with(WorkerError(line, pool=first.pool, role=call.role, method=call.method, **where))
+            call.group.break_with(causes[0].process.error(line, role=call.role, method=call.method))
         for process, state, _ in causes if on_stall != "report" else ():
             if state != ANSWERS:
                 on_node(process, kill, process.pid)
@@ -194,8 +191,7 @@ def on_node(process: Process, function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function that runs on the node of a process."""
     if process.node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
-    where = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    task: Any = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    task: Any = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned_to(process.node_id))
     return ray.get(task.remote(*args), timeout=NODE_TIMEOUT_S)
 
 

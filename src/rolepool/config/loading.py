@@ -138,8 +138,7 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     if fitted := fitted_defaults(config, leaves):
         config = _validate(_set_all(resolved, fitted), broken, leaves, [])
     problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    ConfigError.raise_if_any(dict.fromkeys(problems))
     return LoadedConfig(config, frozenset(leaves), without_effect | _unused(config, leaves), warnings)
 
 

@@ -121,8 +121,7 @@ class PromptSet:
                 if not ids:
                     reason = f"{self._data.prompt_key} has no tokens; write at least one"
                     problems.add(BadRow(f"{row['origin']}: {reason}", "no tokens"))
-        if lines := problems.lines(num_rows):
-            raise DataError(lines)
+        DataError.raise_if_any(problems.lines(num_rows))
         return np.array(lengths, dtype=np.int64), digest.hexdigest()
 
     def _choose(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.intp]]:

@@ -280,8 +280,7 @@ class Loggers:
         self._config = config
         self._names = [name for name in config.trainer.logger if name in MAKERS]
         self._loggers: dict[str, tuple[Log, Close]] = {}
-        if missing := missing_loggers(config):
-            raise ConfigError(missing)
+        ConfigError.raise_if_any(missing_loggers(config))
 
     def start(self, folder: Path) -> None:
         self._try(self._names, lambda name: self._loggers.update({name: MAKERS[name](self._config, folder)}))

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -164,13 +164,19 @@ def snapshot_number(files: Sequence[Path]) -> int | None:
     return None
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name; tied weights are listed once."""
+    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
+    weights: dict[str, Tensor] = model.state_dict()
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for tied in every_name - {name for name, _ in model.named_parameters()}:
+        weights.pop(tied, None)
+    return weights
+
+
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     """Weights, buffers and optimizer states by the name under which they are saved; tied weights are listed once."""
-    # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
-    tensors: dict[str, Tensor] = trained.model.state_dict()
-    every_name = {name for name, _ in trained.model.named_parameters(remove_duplicate=False)}
-    for tied in every_name - {name for name, _ in trained.model.named_parameters()}:
-        tensors.pop(tied, None)
+    tensors = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         states = trained.optimizer.state.get(parameter, {})
         tensors.update({f"{name}/{state}": value for state, value in states.items()})
@@ -186,7 +192,7 @@ def _parameters(trained: TrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
     """Differences between saved and expected tensors. A parameter that never had a gradient has no optimizer states."""
-    wanted = {name: tensor for name, tensor in all_tensors(trained).items() if "/" not in name}
+    wanted = weights_of(trained.model)
     for name, parameter in _parameters(trained):
         if any(f"{name}/{state}" in saved for state in OPTIMIZER_STATES):
             wanted |= {f"{name}/{STEP}": torch.zeros(()), **{f"{name}/{moment}": parameter for moment in MOMENTS}}
@@ -208,8 +214,7 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
     num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
     wanted = (rank_file(rank, num_ranks) for rank in range(num_ranks))
-    if missing := list(islice((name for name in wanted if name not in names), 3)):
-        raise ConfigError(f"{folder / name}: missing" for name in missing)
+    ConfigError.raise_if_any(islice((f"{folder / name}: missing" for name in wanted if name not in names), 3))
     ranks, fix = [], "copy the checkpoint again"
     for name in names:
         with explained(f"{folder / name}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:

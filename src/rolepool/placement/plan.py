@@ -6,8 +6,6 @@ of `per_node` in order. An entry goes to the next node that has enough free GPUs
 A plan is plain data that can be written to JSON and read back. All other code asks the plan where a role is.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -134,8 +132,7 @@ class ResourcePoolManager:
                 if role in homes:
                     problems.append(f"{key}: {role} is also placed in {homes[role]}; set only one pool for it")
                 homes[role] = home
-        if problems:
-            raise PlacementError(problems)
+        PlacementError.raise_if_any(problems)
         self.roles.update({role: homes[role] for role in ROLE_SPECS if role in homes})
 
     def create_resource_pool(self) -> None:
@@ -224,8 +221,7 @@ def place(
             pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
         except PlacementError as error:
             problems.extend(error.problems)
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
     return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)
 
 

@@ -78,8 +78,7 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
         why = f"its roles are not used: {', '.join(skipped)}" if skipped else "it has no role"
         per_node = list(placement.pools[name].per_node)
         problems.append(f"placement.pools.{name}={per_node}: {why}; give it a role or remove it")
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
     return ResourcePoolManager(specs, roles)
 
 

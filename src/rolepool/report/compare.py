@@ -4,8 +4,6 @@ Owns the comparison as numbers, table and page (every number comes from the metr
 training one recipe with several placements, one after another, each in its own process.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -20,8 +18,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from rich.table import Table
 
-from rolepool.config import load_config
-from rolepool.config.loading import show
+from rolepool.config import load_config, show
 from rolepool.errors import ConfigError, RolepoolError, Terminated
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import validation_score
@@ -92,8 +89,7 @@ def check_same_work(runs: Mapping[str, Run]) -> None:
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
             problems.append(f"{key}: the work of the runs differs ({shown}); to compare them anyway, use --force")
-    if problems:
-        raise ConfigError(problems)
+    ConfigError.raise_if_any(problems)
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:

@@ -4,8 +4,6 @@ Owns how the files of a run folder are read, and the parsing of console lines `s
 Lines that a killed run or a full disk left unreadable are skipped and counted; so is a whole file that cannot be read.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -65,7 +63,7 @@ class Run:
     """The metrics of a validation are included in those of its step."""
     monitor: list[Sample]
     skipped: dict[str, int]
-    files: Sequence[JsonLines[Any]] = ()
+    files: Sequence["JsonLines[Any]"] = ()
     """The files of metrics, spans and samples."""
     events: list[Event] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
+from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic
 from rolepool.models.packing import TokenRows, response_values
 from rolepool.models.sharding import whole_parameters
@@ -56,18 +57,10 @@ class Actor(TrainedRole):
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
         new_log_probs, entropies = self.log_probs(rows)
         log_probs = rows.pad(new_log_probs)
-        loss, metrics = self.policy_loss(
-            old_log_prob=columns["old_log_probs"],
-            log_prob=log_probs,
-            advantages=columns["advantages"],
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=keys,
-            clip_ratio_low=keys.clip_ratio_low,
-            clip_ratio_high=keys.clip_ratio_high,
-            clip_ratio_c=keys.clip_ratio_c,
-            counts=counts,
-        )
+        inputs = {"old_log_prob": columns["old_log_probs"], "log_prob": log_probs, "advantages": columns["advantages"]}
+        ratios = keys.model_dump(include={"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
+        settings = {"loss_agg_mode": mode, "config": keys, "counts": counts, **ratios}
+        loss, metrics = self.policy_loss(**inputs, response_mask=mask, **settings)
         metrics = {**metrics, "pg_loss": loss.detach()}
         if keys.entropy_coeff != 0:
             entropy = agg_loss(rows.pad(entropies), mask, mode, counts=counts)
@@ -85,10 +78,7 @@ class Actor(TrainedRole):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def weight_names(self) -> list[str]:
         """Names of all weights; tied weights are listed once."""
-        names: dict[int, str] = {}
-        for name, weight in self.trained.model.state_dict(keep_vars=True).items():
-            names.setdefault(id(weight), name)
-        return list(names.values())
+        return list(weights_of(self.trained.model))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def export_weights(self, *names: str) -> DataProto:

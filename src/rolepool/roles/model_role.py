@@ -172,14 +172,9 @@ class TrainedRole(ModelRole):
 
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
+        keys = {"optim": self.keys.optim, "grad_clip": self.keys.grad_clip, "fsdp": self.config.at(str(self.spec.fsdp))}
         self.placed = self.trained = TrainedModel(
-            model,
-            device=self.device,
-            optim=self.keys.optim,
-            fsdp=self.config.at(str(self.spec.fsdp)),
-            grad_clip=self.keys.grad_clip,
-            num_training_steps=num_training_steps,
-            checkpointing=self.checkpointing,
+            model, device=self.device, num_training_steps=num_training_steps, checkpointing=self.checkpointing, **keys
         )
         self.snapshots = SnapshotWriter(self.trained)
         # Kept activations save time; their memory is not planned on a CPU.

@@ -46,15 +46,9 @@ class Rollout(ModelRole):
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """A response to each prompt. It depends on weights, prompt and its own seed, not on the rank."""
         keys = self.keys.val_kwargs if purpose == "validate" else self.keys
-        sampling = Sampling(
-            temperature=keys.temperature,
-            top_p=keys.top_p,
-            top_k=keys.top_k,
-            do_sample=keys.do_sample and purpose != "baseline",
-            max_new_tokens=self.config.data.max_response_length,
-            ignore_eos=self.keys.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-        )
+        do_sample, ignore_eos = keys.do_sample and purpose != "baseline", self.keys.ignore_eos
+        max_new_tokens, stops = self.config.data.max_response_length, self.stop_token_ids
+        sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops)
         columns = prompts.non_tensor_batch
         rows = zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
         seed = self.context.run_seed

@@ -36,8 +36,7 @@ class Sampling:
             f"top_k={self.top_k}: must be 1 or more, or -1 for all tokens": self.top_k >= 1 or self.top_k == -1,
             f"max_new_tokens={self.max_new_tokens}: must be 1 or more": self.max_new_tokens >= 1,
         }
-        if not all(rules.values()):
-            raise ConfigError(rule for rule, is_kept in rules.items() if not is_kept)
+        ConfigError.raise_if_any(rule for rule, is_kept in rules.items() if not is_kept)
 
     @property
     def is_greedy(self) -> bool:

@@ -5,8 +5,6 @@ CUDA graphs; and how the engine gets its model. Does not know how a layer is com
 (`sampling`), nor where new weights come from.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ _MAX_PROBLEMS = 5
 
 def native_engine(
     config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
-) -> NativeEngine:
+) -> "NativeEngine":
     """The engine of one rank, with the shared model, or with this rank's shard of a model of its own.
 
     `load_model` loads the policy in the dtype for rollouts, in host memory. `shared_model` is the actor's own model if
@@ -61,16 +59,11 @@ def native_engine(
         share = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         return cache_room(share, free_bytes("cuda"), num_bytes, keys.gpu_memory_utilization)
 
-    return NativeEngine(
-        model,
-        max_num_seqs=keys.max_num_seqs,
-        max_num_batched_tokens=keys.max_num_batched_tokens,
-        shared_weights=shared_model is not None,
-        cache_bytes=None if context.device == "cpu" else room_on_gpu,
-        shard=shard,
-        parallel=TensorParallel.over_neighbours(context.tp_size),
-        enforce_eager=keys.enforce_eager,
-    )
+    limits = (keys.max_num_seqs, keys.max_num_batched_tokens)
+    room = None if context.device == "cpu" else room_on_gpu
+    is_shared = shared_model is not None
+    parallel = TensorParallel.over_neighbours(context.tp_size)
+    return NativeEngine(model, *limits, is_shared, room, shard, parallel, enforce_eager=keys.enforce_eager)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class _DecodeState:
     """Addresses of the model's weights."""
     decoder: Decoder
     batch: DecodeBatch
-    graphs: StepGraphs | None
+    graphs: "StepGraphs | None"
 
 
 @dataclass(eq=False, repr=False)

@@ -5,11 +5,12 @@ class plays which role is in the table of `rolepool.placement.roles`.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from rolepool.algorithm.registry import policy_losses
 from rolepool.cluster import Cluster, RoleProxy
@@ -91,10 +92,7 @@ def build_roles(
 def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None = None) -> None:
     """Raise ConfigError, before a process starts, if a model, function or class cannot be loaded."""
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
-    trusted = {keys.path: keys.trust_remote_code for keys in _reward_models(config, plan).values()}
-    for key, (path, overrides) in models_of(config, plan).items():
-        read_model_config(key, path, trust_remote_code=trusted.get(path, trust_remote_code), overrides=dict(overrides))
+    list(_read_models(config, plan))  # reading them checks them
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
@@ -107,25 +105,23 @@ def check_prompts(config: Config, plan: Plan, prompts: Sequence[PromptSet]) -> N
     """Raise an error, before a process starts, if a model cannot read the prompts: if policy or critic do not have one
     of their tokens, or if a reward model cannot read what the policy writes. The chat template of a reward model is
     tried with the first prompt of each set."""
-    trusted, scorers = config.actor_rollout_ref.model.trust_remote_code, _reward_models(config, plan)
-    for key, (path, overrides) in models_of(config, plan).items():
-        if key not in (f"{ROLE_SPECS[role].model}.path" for role in scorers):
-            model = read_model_config(key, path, trust_remote_code=trusted, overrides=dict(overrides))
+    for key, path, model in _read_models(config, plan):
+        section, vocab_size = key.removesuffix(".path"), model.get_text_config().vocab_size
+        if not isinstance(config.at(section), RewardModelModelConfig):
             for one in prompts:
-                one.check_vocabulary(f"{key}={path}", model.get_text_config().vocab_size)
-    for role, keys in scorers.items():
-        key, trusted = f"{ROLE_SPECS[role].model}.path", keys.trust_remote_code
-        model = read_model_config(key, keys.path, trust_remote_code=trusted, overrides={})
-        texts = reward_texts(config, ROLE_SPECS[role].model, model.get_text_config().vocab_size)
-        if texts is not None:
+                one.check_vocabulary(f"{key}={path}", vocab_size)
+        elif (texts := reward_texts(config, section, vocab_size)) is not None:
             for one in prompts:
                 texts.check(one)
 
 
-def _reward_models(config: Config, plan: Plan) -> dict[Role, RewardModelModelConfig]:
-    """The sections of all roles that score texts with a model."""
-    sections = {role: config.at(ROLE_SPECS[role].model) for role in plan.roles}
-    return {role: keys for role, keys in sections.items() if isinstance(keys, RewardModelModelConfig)}
+def _read_models(config: Config, plan: Plan) -> Iterator[tuple[str, str | None, PretrainedConfig]]:
+    """The key, path and config.json of each model of a run. Raises ConfigError if it cannot be read."""
+    for key, (path, overrides) in models_of(config, plan).items():
+        own = config.at(key.removesuffix(".path"))
+        keys = own if isinstance(own, RewardModelModelConfig) else config.actor_rollout_ref.model
+        trusted = keys.trust_remote_code
+        yield key, path, read_model_config(key, path, trust_remote_code=trusted, overrides=dict(overrides))
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

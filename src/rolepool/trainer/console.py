@@ -14,7 +14,6 @@ from rich.table import Table
 from rolepool.errors import printable
 from rolepool.metrics.run_folder import console_line, event_lines, sparkline, validation_score
 from rolepool.terminal import Terminal
-from rolepool.trainer.observer import Observer
 
 NUM_SHOWN_SAMPLES = 4
 SHORT_LINE: dict[str, tuple[str, ...]] = {
@@ -37,6 +36,22 @@ def short_line(step: int, metrics: Mapping[str, float]) -> str:
     for form, names in SHORT_LINE.items():
         parts += [form.format(metrics[name]) for name in names if name in metrics][:1]
     return "  ".join([*parts, f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s"])
+
+
+class Observer:
+    """Is told what happens in a run. This one does nothing; `TrainingConsole` prints it."""
+
+    def on_phase(self, what: str) -> None:
+        """A part of the start begins, such as loading models; the part before it has ended."""
+
+    def on_notice(self, line: str) -> None:
+        """Where the run starts, where an earlier run was moved, or why a checkpoint is not saved."""
+
+    def on_row(self, step: int, metrics: dict[str, float]) -> None:
+        """A row of metrics was written."""
+
+    def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """A validation generated these responses and scored them."""
 
 
 class TrainingConsole(Observer):

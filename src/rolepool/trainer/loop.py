@@ -34,8 +34,8 @@ from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
-from rolepool.trainer.observer import Observer as Observer
 from rolepool.trainer.paper import step_of
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
@@ -97,8 +97,7 @@ class Trainer:
         self.observer = Observer()
         self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
-        if problems := find_problems(self.config, self.plan):
-            raise PlacementError(problems)
+        PlacementError.raise_if_any(find_problems(self.config, self.plan))
         check_inputs(self.config, self.plan, reward)
         keys = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
@@ -205,13 +204,8 @@ class Trainer:
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
         keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
-        self.cluster = Cluster(
-            self.plan,
-            address=ray_init.address,
-            num_cpus=ray_init.num_cpus,
-            timeout_s=self.config.placement.timeout_s,
-            run_seed=keys.seed,
-        )
+        address, num_cpus, timeout_s = ray_init.address, ray_init.num_cpus, self.config.placement.timeout_s
+        self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.plan, self.cluster)
@@ -256,12 +250,10 @@ class Trainer:
             number, has_its_weights = number + 1, False
 
     def _ended_in_words(self, number: int) -> str:
-        mode = self.config.trainer.resume_mode
+        key = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
         after = "not saved (trainer.save_freq=-1)"
         if self.saved_step == number:
-            after = (
-                f"saved; the same command{'' if mode == 'auto' else ' with trainer.resume_mode=auto'} resumes from it"
-            )
+            after = f"saved; the same command{key} resumes from it"
         elif self.save_freq > 0 and self.bad_steps.reason is not None:
             after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
         return f"step {number} was finished and {after}"

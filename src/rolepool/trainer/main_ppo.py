@@ -56,8 +56,7 @@ def start(
     `reward` is a reward function that the config does not name. `on_step` and `on_validation` are called during it.
     `death` says how the driver before this one died.
     """
-    if problems := loaded.why_not_trained():
-        raise ConfigError(problems)
+    ConfigError.raise_if_any(loaded.why_not_trained())
     if death is not None and death.has_checkpoint:
         loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 

@@ -1,7 +1,5 @@
 """`python -m rolepool.trainer.main_ppo_split`: `main_ppo` with actor and critic in separate pools."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

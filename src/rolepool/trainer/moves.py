@@ -4,8 +4,6 @@ Owns how a move is asked for (with a file in the run folder, or a call), which c
 the new processes, which happens in a thread while the old pools work. `rolepool.trainer.loop` changes over.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -24,8 +22,7 @@ from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 
 if TYPE_CHECKING:
-    from rolepool.cluster import Cluster
-    from rolepool.cluster.cluster import Prepared
+    from rolepool.cluster import Cluster, Prepared
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
@@ -71,8 +68,7 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> None
         if memory.excess:
             too_much = f"{name} needs about {memory.excess / GIB:.1f} GiB more than a GPU has"
             problems.append(f"{too_much}; `rolepool plan` shows what would help")
-    if problems:
-        raise PlacementError(problems)
+    PlacementError.raise_if_any(problems)
 
 
 def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
@@ -86,7 +82,7 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
 class Move(threading.Thread):
     """Starts the processes of another placement while the run goes on. If it fails, `problem` says why."""
 
-    def __init__(self, cluster: Cluster, loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
+    def __init__(self, cluster: "Cluster", loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
         super().__init__(daemon=True)
         self.loaded, self.plan = loaded, plan
         self.prepared: Prepared | None = None

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rolepool.config import Config, LoadedConfig
-from rolepool.config.loading import show
+from rolepool.config import Config, LoadedConfig, show
 from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.data.rewards import PRED
 from rolepool.errors import DivergedError

@@ -32,8 +32,7 @@ def check_start(config: Config) -> list[str]:
     except RolepoolError as error:
         problems += error.problems
     problems += find_data_problems(config)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    ConfigError.raise_if_any(dict.fromkeys(problems))
     return warnings
 
 

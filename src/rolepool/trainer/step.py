@@ -108,9 +108,8 @@ def update_orders(
         rows = np.arange(len(lengths))
         if keys.shuffle:
             rows = np.random.default_rng(derive_seed(config.trainer.seed, "shuffle", step, epoch)).permutation(rows)
-        order = rank_order(
-            [lengths[int(row)] for row in rows], rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch
-        )
+        in_order = [lengths[int(row)] for row in rows]
+        order = rank_order(in_order, rows_per_mini_batch, num_ranks, balance=config.trainer.balance_batch)
         yield rows[order], epoch == keys.ppo_epochs - 1
 
 

@@ -1,0 +1,238 @@
+"""The connection to Ray: a local Ray that the run starts, with a private folder, or a running one that the user names.
+
+Owns the settings of a local Ray, a second attempt if it does not start, noticing that a part of it has died, and the
+removal of what the Ray of a killed driver has left. Workers that die while Ray lives are the business of
+`rolepool.cluster.group`.
+"""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import ray._private.worker as ray_worker
+from ray._private import ray_constants, ray_logging
+from ray.exceptions import RayError
+
+from rolepool.errors import PlacementError, RayDiedError, one_line
+from rolepool.files import left_behind, locked
+
+logger = logging.getLogger(__name__)
+# A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
+logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
+    lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
+)
+
+END_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
+"""No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and nothing here reads
+them (benchmarks/gcs_memory.py)."""
+START_LIMIT = "RAY_gcs_server_port_wait_time_s"
+PARTS = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
+"""The processes without which Ray does not work."""
+PROBE_TIMEOUT_S = 30.0
+PROBE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Ray aborts if it must use a token and finds none
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1])
+"""
+TOKEN_FIX = (
+    "copy ~/.ray/auth_token of the first node to every node with mode 0600, and set RAY_AUTH_MODE=token for every "
+    "`ray start` and for rolepool (docs/multinode.md)"
+)
+
+
+def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], None]:
+    """Join the Ray at `address`, or start a local one if it is None. Returns a function that disconnects from it again.
+
+    If this process is connected to a Ray already, that one is used, and stays connected.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    # WorkerErrors report what workers raise. Ray would print it again for every result that nobody reads.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # "local" never joins another Ray that happens to run on this machine.
+        num_gpus = 0 if device == "cpu" else None
+        make_token_private()
+        with ExitStack() as cleanup:
+            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
+            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
+            _start_local_ray(**options)
+            cleanup.callback(ray.shutdown)
+            return cleanup.pop_all().close
+    try:
+        _probe(address)
+        _init_ray(address=address)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise PlacementError(f"ray_kwargs.ray_init.address={address}: {_refusal(address, error)}") from None
+    return ray.shutdown
+
+
+def _init_ray(**options: Any) -> None:
+    """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
+    before = signal.getsignal(signal.SIGTERM)
+    # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
+    environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
+    # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
+    # macOS. Its variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same on Linux, but is read only while Ray is
+    # imported. tests/cluster/test_calls.py fails if this has no effect.
+    joins_clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = options["address"] != "local"
+    try:
+        ray.init(logging_level=logging.WARNING, runtime_env=environment, **options)
+    except BaseException:
+        ray.shutdown()  # stops the parts of Ray that have started
+        raise
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _probe(address: str) -> None:
+    """Raise an error at once if no Ray answers at the address, or if it refuses our token.
+
+    Ray itself retries for minutes, with a warning for each attempt. So the first attempt is made in another process.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "://" in address:
+        return
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    command = [sys.executable, "-P", "-c", PROBE, address]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        problem = f"a program listens there, but did not answer like Ray within {PROBE_TIMEOUT_S:g} s"
+        raise TimeoutError(problem) from None
+    if probe.returncode:
+        raise ConnectionError(probe.stderr.strip().rpartition("\n")[2]) from RuntimeError(probe.stderr)
+
+
+def _refusal(address: str, error: Exception) -> str:
+    """Why there is no connection, and what to change. It depends on the text of Ray's error."""
+    said = f"{error}\n{error.__cause__}"
+    if "resolve node to connect to" in said:
+        return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
+    if not re.search("authentication.token", said, re.IGNORECASE):
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        fix = "start one with `ray start --head`, or remove the key to start a local Ray"
+        return f"no Ray cluster answers there ({reason}); {fix}"
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
+    if "InvalidAuthToken" in said:
+        return f"the token of this node differs from the token of the Ray cluster there; {TOKEN_FIX}"
+    return f"RAY_AUTH_MODE=token is set, but there is no token on this node; {TOKEN_FIX}"
+
+
+# A local Ray
+
+
+def _start_local_ray(**options: Any) -> None:
+    """Start Ray, and once more with a longer time limit if it does not start, because a busy machine can be too slow
+    for Ray's own limits. Raises PlacementError."""
+    # If the raylet dies, Ray prints 40 lines of its log. `raise_if_ray_died` says what happened.
+    ray_logging.stdout_deduplicator.skip_re = re.compile("^Raylet is terminated")
+    try:
+        return _init_ray(address="local", **options)
+    except Exception as error:  # Ray raises errors of many types here, also plain `Exception`
+        logger.warning("Ray did not start (%s); trying once more with a longer time limit", one_line(error))
+    os.environ[START_LIMIT] = "180"
+    try:
+        return _init_ray(address="local", **options)
+    except Exception as error:
+        fix = "stop other programs if the machine is busy, or see Ray's logs (/tmp/ray/session_latest/logs)"
+        raise PlacementError(f"Ray did not start, twice ({one_line(error)}); {fix}") from None
+
+
+def raise_if_ray_died() -> None:
+    """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
+    if (death := ray_death()) is not None:
+        raise RayDiedError(death)
+
+
+def ray_death() -> str | None:
+    """Which part of the Ray that this process started has ended, and how; None if all parts run."""
+    node: Any = ray_worker._global_node
+    if node is None:
+        return None
+    for kind, name in PARTS.items():
+        for process in (started.process for started in node.all_processes.get(kind, ())):
+            if (code := process.poll()) is not None:
+                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                return f"Ray's {name} (pid {process.pid}) died: {how}; its log: {node.get_logs_dir_path()}"
+    return None
+
+
+# Its private folder
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first.
+
+    A driver holds a lock on its folder.
+    """
+    root = _private_root()
+    with ExitStack() as cleanup:
+        with locked(root):  # no other driver removes the folder before it is locked
+            for left in left_behind(root.iterdir()):
+                _end_ray_in(left)
+                shutil.rmtree(left, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(prefix="", dir=root))
+            cleanup.enter_context(locked(folder))
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
+def make_token_private() -> None:
+    """Make Ray's token file readable for this user only. Ray writes a token into it if it is empty."""
+    token = Path.home() / ".ray" / "auth_token"
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
+        with suppress(OSError):  # Ray says so if it cannot read its token
+            token.parent.mkdir(exist_ok=True)
+            token.touch(mode=0o600)
+            token.chmod(0o600)
+
+
+def _private_root() -> Path:
+    """The folder of all private folders. Its path is short, because the paths of sockets must be short. Ray makes its
+    own folder accessible to all users, so only the folder above it can be private."""
+    root = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"rolepool-{os.getuid()}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PlacementError(f"{root}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
+    root.chmod(0o700)
+    return root
+
+
+def _end_ray_in(folder: Path) -> None:
+    """End the processes of Ray that use a folder."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            if _is_ray_in(folder, process):
+                process.kill()
+                process.wait(END_TIMEOUT_S)
+
+
+def _is_ray_in(folder: Path, process: psutil.Process) -> bool:
+    """Whether a process of Ray has a file of the folder open, such as its log."""
+    is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
+    return is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files())
