@@ -51,9 +51,9 @@ old_cpu() {
     ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_*.py -k "not noise"
 }
 
-# Three parts run side by side also on two cores, because tests that start Ray often wait for it.
-for part in clusters trainings units training_programs old_cpu; do
-    while [ "$(jobs -rp | wc -l)" -ge 3 ]; do sleep 1; done
+# Two parts run side by side, because tests that start Ray often wait for it.
+for part in units clusters trainings training_programs old_cpu; do
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do sleep 1; done
     "$part" &
 done
 wait

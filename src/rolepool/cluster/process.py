@@ -6,6 +6,7 @@ as classes, so it does not know what they compute.
 
 import asyncio
 import faulthandler
+import gc
 import inspect
 import logging
 import os
@@ -72,6 +73,7 @@ class WorkerProcess:
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
         started. `extensions` are the modules of the driver's `trainer.extensions`."""
+        gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
         with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolepool.command_line import DriverEnd, Parser, load_words, print_errors, run_program
 from rolepool.errors import ConfigError, RayDiedError
+from rolepool.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from rolepool.config import LoadedConfig
@@ -75,7 +76,8 @@ def start(
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
     console.on_phase("importing torch")
 
-    from rolepool.trainer.loop import Trainer
+    with quick_imports():
+        from rolepool.trainer.loop import Trainer
 
     console.on_phase("reading prompts")
     trainer = Trainer(loaded, reward=reward)
