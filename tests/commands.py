@@ -1,8 +1,14 @@
-"""Commands, run as a user runs them."""
+"""Commands, run as a user runs them, and benchmarks, whose functions tests call."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 class Outcome(NamedTuple):
@@ -11,3 +17,14 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """A file of `benchmarks/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -171,7 +171,8 @@ class Run:
         from rolepool.trainer.moves import ask_run, check_move, moved
 
         loaded, made = moved(self.config, words)
-        check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory())
+        before = read_run(self.folder, last_bytes=0).plan
+        check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
         return ask_run(self.folder, words, timeout_s)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:

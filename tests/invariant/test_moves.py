@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from commands import load_benchmark
 from rolepool.data.demo import make_demo
 from rolepool.report.run import read_run
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-9
 STILL = ("timing_", "perf/", "pool/", "overlap/", "training/num_steps", "global_seqlen/")
 
 
-def load_benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("moves", ROOT / "benchmarks" / "moves.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["moves"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-moves = load_benchmark()
+moves = load_benchmark("moves")
 FAST = ["split to standard"]
 
 

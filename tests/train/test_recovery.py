@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from commands import load_benchmark
 from rolepool.errors import WorkerError
 
-ROOT = Path(__file__).parents[2]
-
-
-def load_chaos() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chaos", ROOT / "benchmarks" / "chaos.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-chaos = load_chaos()
+chaos = load_benchmark("chaos")
 
 
 @pytest.fixture(scope="module")

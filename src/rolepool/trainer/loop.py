@@ -386,7 +386,7 @@ class Trainer:
             raise PlacementError("a move is under way; wait until it has ended")
         if plan.pools == self.plan.pools:
             raise PlacementError(f"the run has this placement already ({plan.in_words})")
-        check_move(loaded.config, plan, self.cluster.gpu_memory_bytes)
+        check_move(loaded.config, plan, self.cluster.gpu_memory_bytes, before=self.plan)
         names = changed_pools(self.config, self.plan, loaded.config, plan)
         self._move = Move(self.cluster, loaded, plan, names)
         self._move.start()
@@ -407,9 +407,9 @@ class Trainer:
         if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
             self._end_move(move.problem or "the request was taken back")
             return
-        start_s, before = time.monotonic(), self.plan.in_words
         self._begin("move")
         self._finish()
+        start_s, before = time.monotonic(), self.plan.in_words
         saved = None
         if not self.snapshots.is_complete(self.roles, self._position(number)):
             saved = self._checkpoint(number)

@@ -59,10 +59,11 @@ def moved(config: Config, words: Sequence[str]) -> tuple[LoadedConfig, Plan]:
     return loaded, build_plan(loaded.config)
 
 
-def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> None:
-    """Raise PlacementError if the work cannot be divided like this, or does not fit in memory."""
+def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None) -> None:
+    """Raise PlacementError if the work cannot be divided like this, or does not fit in memory. `before` is the present
+    plan of a run that moves."""
     problems = find_problems(config, plan)
-    if plan.mps:
+    if before is not None and (plan.mps or before.mps):
         problems.append("placement.mps=true: a run with MPS cannot move; stop it, and resume it with the new placement")
     for name, memory in estimate_memory(config, plan, gpu_memory_bytes).pools.items():
         if memory.excess:
