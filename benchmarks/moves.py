@@ -76,11 +76,17 @@ class Mover(Observer):
 
 
 def run(
-    folder: Path, keys: Sequence[str], moves: Sequence[str] = (), every: int = 1, *, waits: bool = False
+    folder: Path,
+    keys: Sequence[str],
+    moves: Sequence[str] = (),
+    every: int = 1,
+    *,
+    waits: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[int, dict[str, float]]:
-    """Train in float64 and return the metrics of each step."""
+    """Train and return the metrics of each step."""
     observer = Mover(moves, every, waits=waits)
-    trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]), dtype=torch.float64)
+    trainer = Trainer(load_config([], [*keys, f"trainer.default_local_dir={folder}"]), dtype=dtype)
     trainer.observer, observer.trainer = observer, trainer
     trainer.run()
     return read_run(folder).metrics

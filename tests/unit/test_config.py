@@ -187,7 +187,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "val_only": False,
         "critic_warmup": 0,
         "max_bad_steps": 3,
-        "snapshot_freq": None,
+        "snapshot_freq": 1,
         "stall_timeout_s": None,
         "on_stall": "restart",
         "max_restarts": 3,

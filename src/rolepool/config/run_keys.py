@@ -140,10 +140,9 @@ class TrainerConfig(Section):
     """Validate and stop."""
     critic_warmup: CountOrZero = 0
     """Number of steps at the start that train only the critic."""
-    snapshot_freq: CountOrMinusOne | None = None
+    snapshot_freq: CountOrMinusOne = 1
     """Copy the state of trained models to shared memory every N steps. If a process dies, training goes on from the
-    last copy. -1 makes no copies: training then goes on from the last checkpoint. null means 1 on CPU slots and -1 on
-    GPUs."""
+    last copy. -1 makes no copies: training then goes on from the last checkpoint."""
     max_restarts: CountOrZero = 3
     """How often in a row, without a completed step in between, dead processes are replaced before the run ends with an
     error. 0 ends the run at the first death. A driver that was killed, or whose Ray died, is started again as often. It

@@ -311,7 +311,7 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     A node keeps the last two snapshots of its own ranks and of those of the node before it. Before a snapshot is
     loaded, a node of the role gets the rest of it.
     """
-    is_on = (config.trainer.snapshot_freq or (1 if plan.device == "cpu" else -1)) > 0
+    is_on = config.trainer.snapshot_freq > 0
     nodes = list(dict.fromkeys(slot.node for pool in plan.pools.values() for slot in pool.slots))
     needed: Counter[int] = Counter()
     for role in (role for role in plan.roles if is_on and ROLE_SPECS[role].is_trained):

@@ -30,8 +30,7 @@ class Snapshots:
     """The last two snapshots of a run."""
 
     def __init__(self, config: Config, plan: Plan, cluster: Cluster) -> None:
-        # Snapshots from GPUs have not been shown to work yet, so they must be asked for.
-        self._every = config.trainer.snapshot_freq or (1 if cluster.gpu_memory_bytes is None else -1)
+        self._every = config.trainer.snapshot_freq
         self._needed = snapshot_bytes(config, plan)
         self._cluster = cluster
         self._numbers = count(1)
