@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, islice
@@ -109,16 +109,18 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
         own_class = next(cls for cls in type(trained.model).__mro__ if not issubclass(cls, FSDPModule))
         config = {**json.loads(trained.model.config.to_json_string()), "architectures": [own_class.__name__]}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    text = rank_state(trained).model_dump_json(fallback=lambda array: array.tolist())
+    text = rank_state_text(trained, tensors)
     own = folder / rank_file(rank, num_ranks)
     own.write_text(text, encoding="utf-8")
     shards = folder.glob(f"shard-{rank + 1:05d}-*.safetensors")
     write_hashes(own, [own, *shards, *(folder.glob("config.json") if rank == 0 else [])])
 
 
-def rank_state(trained: TrainedModel, number: int | None = None) -> RankState:
-    num_bytes = sum(tensor.nbytes for tensor in all_tensors(trained).values())
-    return RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number)
+def rank_state_text(trained: TrainedModel, tensors: Mapping[str, Tensor], number: int | None = None) -> str:
+    """The content of a rank's own file. `tensors` are all that are saved, and `number` is that of a snapshot."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    state = RankState(num_updates=trained.num_updates, num_bytes=num_bytes, rng=random_state(), number=number)
+    return state.model_dump_json(fallback=lambda array: array.tolist())
 
 
 def load_trained(trained: TrainedModel, folder: Path) -> None:

@@ -8,6 +8,7 @@ the copy itself.
 import json
 import logging
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rolepool.errors import one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_state, snapshot_files
+from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_state_text, snapshot_files
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
@@ -56,15 +57,16 @@ class SnapshotWriter:
         rank, num_ranks = rank_and_count()
         shard, _, own_file = snapshot_files(folder, rank, num_ranks)
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
-        parts = own_parts(self._trained)
+        tensors = all_tensors(self._trained)
+        parts = own_parts(tensors)
         copies = self._opened(shard, parts)
-        text = rank_state(self._trained, number).model_dump_json(fallback=lambda array: array.tolist())
-        write_atomically(own_file, [text])
+        write_atomically(own_file, [rank_state_text(self._trained, tensors, number)])
         with self._trained.copying():
-            for name, (tensor, _) in parts.items():
-                copies[name].copy_(tensor, non_blocking=True)
-            # The last copy says that the others are done. No thread of this process has to wait for that.
-            self._last_number = torch.tensor([number], device=self._trained.device)
+            targets, sources = [copies[name] for name in parts], [tensor for tensor, _ in parts.values()]
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            # The last copy says that the others are done. No thread of this process has to wait for that. The number is
+            # written by a kernel, because a copy of it to the GPU would wait for all copies before it.
+            self._last_number = torch.full((1,), number, device=self._trained.device)
             copies[COPIED].copy_(self._last_number, non_blocking=True)
 
     def wait(self) -> None:
@@ -96,11 +98,11 @@ class SnapshotWriter:
         return self._files[path][1]
 
 
-def own_parts(trained: TrainedModel) -> dict[str, Part]:
+def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """What this rank writes: its shards, if it is the first of its replicas, and on rank 0 what is not sharded."""
     parts: dict[str, Part] = {}
     rank, _ = rank_and_count()
-    for name, tensor in all_tensors(trained).items():
+    for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             if rank == 0:
                 parts[name] = tensor.detach(), (0,) * tensor.dim()
