@@ -79,7 +79,7 @@ def of_a_call(num_rows: int, width: int) -> float:
         Span("pool", "role", 0, "method", 0.0, 0.0, 0.0)._replace(
             **process._handled([batch], None),
             peak_memory_bytes=int(os.pread(statm, 100, 0).split()[1]) * process.PAGE_BYTES,
-            parts=times.seconds(),
+            parts=times.added_up(),
         )
     return (time.perf_counter() - start) / NUM_CALLS
 

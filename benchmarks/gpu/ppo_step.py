@@ -293,7 +293,7 @@ def read_shares(run: Run, rows: Sequence[dict[str, float]]) -> Shares:
             if span.pool == DRIVER:
                 continue
             if of_step == step:
-                fetch_s += dict(span.parts).get("fetch", 0.0)
+                fetch_s += span.part_seconds.get("fetch", 0.0)
             if span.end_s > filled_s and span.start_s < end_s:
                 at_work_s += min(span.end_s, end_s) - max(span.start_s, filled_s)
                 filled_s = min(span.end_s, end_s)

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import Recorded, Span
+from rolepool.metrics.spans import Part, Recorded, Span
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARK = "benchmarks/gpu/ppo_step.py"
@@ -54,7 +54,7 @@ def test_times_and_shares_are_those_of_the_steps_after_the_first_two(
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3, 4, 5):
         start_s = 10.0 * step
-        gen = Span("pool", "rollout", 0, "generate", start_s, start_s, start_s + 6, parts=(("fetch", 1.5),))
+        gen = Span("pool", "rollout", 0, "generate", start_s, start_s, start_s + 6, parts=(Part("fetch", 1.5),))
         update = Span("pool", "actor", 0, "update_actor", start_s, start_s + 7, start_s + 10)
         folder.add_spans([Recorded(step, "gen", gen), Recorded(step, "update_actor", update)])
         seconds = {"timing_s/step": 100.0 if step < 3 else 10.0, "timing_s/gen": 6.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolepool.config import load_config
-from rolepool.metrics.spans import DRIVER, Recorded, Span
+from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.placement.plan import PlannedSteps
 from rolepool.report.plots import in_step_order
@@ -84,7 +84,7 @@ def make_long_run(num_steps: int = 10_000) -> Run:
     )
     short = make_run(overrides=("trainer.n_gpus_per_node=16",), num_steps=3, calls_made=calls_made)
     middle = [recorded for recorded in short.spans if recorded.step == 2]
-    parts = (("fetch", 0.012345), ("forward", 0.54321))
+    parts = (Part("fetch", 0.012345), Part("forward", 0.54321))
     spans = []
     for step in range(1, num_steps + 1):
         shift_s, calls = 10.5 * step, len(calls_made) * step

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rolepool.config import LoadedConfig, load_config
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import DRIVER, Recorded, Span
+from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import Plan, build_plan
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together
@@ -133,7 +133,7 @@ def _simulate(
                     num_tokens=NUM_TOKENS // max(1, len(slots)),
                     num_bytes=8 * NUM_TOKENS // max(1, len(slots)),
                     peak_memory_bytes=int(2e9 + 3e9 * chance.random()),
-                    parts=(("fetch", 0.01 * duration_s), ("forward", 0.9 * duration_s)),
+                    parts=(Part("fetch", 0.01 * duration_s), Part("forward", 0.9 * duration_s)),
                 )
             )
             free[pool, rank] = spans[-1].end_s

@@ -16,7 +16,7 @@ from report_runs import ACTOR, CRITIC, make_long_run, make_run
 from synthetic_runs import write_run
 
 from commands import Outcome
-from rolepool.metrics.spans import Recorded
+from rolepool.metrics.spans import Part, Recorded
 from rolepool.report.run import Run
 from rolepool.report.views import MAX_POINTS, MAX_SPANS, page_data, render
 
@@ -33,7 +33,7 @@ def make_hostile(run: Run) -> Run:
     spans = []
     for step, operation, span in run.spans:
         hostile = operation if operation == "gen" else operation + HOSTILE  # steps begin with "gen"
-        spans.append(Recorded(step, hostile, span._replace(parts=((HOSTILE, 0.1),))))
+        spans.append(Recorded(step, hostile, span._replace(parts=(Part(HOSTILE, 0.1),))))
     config = {**run.config, "trainer": {**run.config["trainer"], "experiment_name": HOSTILE}}
     rows = {step: {**row, f"val-core/{HOSTILE}": 1.0} for step, row in run.metrics.items()}
     return replace(run, name=HOSTILE, spans=spans, config=config, metrics=rows, skipped={HOSTILE: 2})

@@ -12,12 +12,13 @@ import pytest
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.metrics.spans import Recorded, Span
+from rolepool.metrics.spans import Part, Recorded, Span
 from rolepool.placement import build_plan
 from rolepool.report.run import read_run
 from rolepool.report.views import page_data
 
-SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, (("fetch", 0.5),))
+PARTS = (Part("fetch", 0.5),)
+SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, PARTS)
 MOMENT = {
     "time_s": 5.0,
     "node": "n0",

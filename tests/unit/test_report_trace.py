@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rolepool.metrics.spans import DRIVER, Recorded, Span
+from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.report.run import Run
 from rolepool.report.views import trace_pieces
 
@@ -22,7 +22,7 @@ def recorded(
     span = Span(
         pool, "role", rank, operation, AT_S, AT_S + start, AT_S + end, "n0", "cuda:0", call, after, 4, 99, 7, 12
     )
-    return Recorded(1, operation, span._replace(parts=(("forward", 0.5),)))
+    return Recorded(1, operation, span._replace(parts=(Part("forward", 0.5),)))
 
 
 SPANS = [

@@ -249,7 +249,7 @@ class WorkerProcess:
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         else:
             peak = reserved = int(os.pread(self._statm, 100, 0).split()[1]) * PAGE_BYTES
-        more = call.number, call.after, *handled, peak, times.seconds(), reserved
+        more = call.number, call.after, *handled, peak, times.added_up(), reserved
         span = self._span(call.role, call.method, call.queued_s, start_s, *more)
         return pack_reply(Reply(span, value, header)), large
 

@@ -25,6 +25,19 @@ BETWEEN_STEPS = ("testing", "save_checkpoint")
 """Operations that start after a step has ended."""
 
 
+class Part(NamedTuple):
+    """Time inside a call, and the work that was done in it."""
+
+    name: str
+    """`fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
+    seconds: float
+    num_pieces: int = 1
+    """Pieces of work, such as micro-batches or decode steps."""
+    num_tokens: int = 0
+    num_attended: int = 0
+    """How many tokens each of these tokens reads in attention, added up."""
+
+
 class Span(NamedTuple):
     """One call on one rank: queued by the driver at `queued_s`, run by the worker from `start_s` to `end_s`."""
 
@@ -50,14 +63,22 @@ class Span(NamedTuple):
     """Size of the input batches."""
     peak_memory_bytes: int = 0
     """Peak memory that torch allocated on the GPU during the call; on a CPU, the process's memory at its end."""
-    parts: tuple[tuple[str, float], ...] = ()
-    """Seconds spent in named parts of the call: `fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
+    parts: tuple[Part, ...] = ()
+    """Named parts of the call. A name is repeated if its pieces of work have different sizes."""
     reserved_memory_bytes: int = 0
     """The same for the memory that torch reserved on the GPU; on a CPU, the same number."""
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        """The seconds of each part by name."""
+        seconds: dict[str, float] = defaultdict(float)
+        for part in self.parts:
+            seconds[part.name] += part.seconds
+        return dict(seconds)
 
     def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""

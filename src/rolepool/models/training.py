@@ -19,7 +19,7 @@ from rolepool.config.model_files import ModelShape
 from rolepool.config.model_keys import FsdpConfig, OptimConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import shard, whole
-from rolepool.protocol.worker import part
+from rolepool.protocol.worker import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
@@ -137,8 +137,11 @@ class TrainedModel(DeviceModel):
         lowest = optim.min_lr_ratio
         return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
-    def step(self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf) -> dict[str, Tensor]:
-        """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank.
+    def step(
+        self, micro_batches: Sequence[Sequence[int]], loss_of: LossOf, lengths: Sequence[int] = ()
+    ) -> dict[str, Tensor]:
+        """One optimizer step on a mini-batch, given as the rows of each micro-batch on this rank, and the lengths of
+        rows, which are only recorded.
 
         Metrics are sums over this rank's rows, except `grad_norm`, which is that of the whole pool; if it is not
         finite, the update is skipped. They stay on the device, because reading them would wait for the device, which
@@ -153,9 +156,10 @@ class TrainedModel(DeviceModel):
                 # Each backward pass sums gradients over shards, because unsharded gradients would take as much memory
                 # as the whole model. Only the last one also sums them over replicas.
                 self.model.set_requires_all_reduce(number == len(micro_batches))
-            with part("forward"):
+            work = work_of(lengths[row] for row in rows) if lengths else (0, 0)
+            with part("forward", *work):
                 loss, metrics = loss_of(rows)
-            with part("backward"):
+            with part("backward", *work):
                 loss.backward()
             for name, share in metrics.items():
                 totals[name] = share.double() + totals.get(name, 0.0)

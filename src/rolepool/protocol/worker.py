@@ -11,7 +11,6 @@ import inspect
 import random
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ import psutil
 import torch
 
 from rolepool.errors import DataError
+from rolepool.metrics.spans import Part
 from rolepool.seeds import derive_seed
 
 
@@ -206,8 +206,9 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-class PartTimes(list[tuple[str, Any, Any]]):
-    """The name, start and end of every part of a call that was measured, if the call runs in a `with` block of it.
+class PartTimes(list[tuple[str, int, int, int, Any, Any]]):
+    """The parts of a call that were measured, if the call runs in a `with` block of it: name, pieces of work, tokens,
+    attended tokens, start and end.
 
     Start and end are seconds, or CUDA events between kernels, so that measuring does not make the host wait for a GPU.
     """
@@ -219,24 +220,30 @@ class PartTimes(list[tuple[str, Any, Any]]):
     def __exit__(self, *error: object) -> None:
         _part_times.reset(self._token)
 
-    def seconds(self) -> tuple[tuple[str, float], ...]:
-        """The seconds of each part, added up. Waits until the GPU has finished."""
-        totals: defaultdict[str, float] = defaultdict(float)
-        for name, start, end in self:
+    def added_up(self) -> tuple[Part, ...]:
+        """The parts with the same name and pieces of about the same size, added up. Waits until the GPU has
+        finished."""
+        totals: dict[tuple[str, int], Part] = {}
+        for name, num_pieces, num_tokens, num_attended, start, end in self:
             if isinstance(start, float):
-                totals[name] += end - start
+                seconds = end - start
             else:
                 end.synchronize()
-                totals[name] += start.elapsed_time(end) / 1000
-        return tuple(totals.items())
+                seconds = start.elapsed_time(end) / 1000
+            key = name, (num_tokens // max(1, num_pieces)).bit_length()
+            before = totals.get(key, Part(name, 0.0, 0))
+            amounts = before.num_tokens + num_tokens, before.num_attended + num_attended
+            totals[key] = Part(name, before.seconds + seconds, before.num_pieces + num_pieces, *amounts)
+        return tuple(totals.values())
 
 
 _part_times: ContextVar[PartTimes | None] = ContextVar("part_times", default=None)
 
 
 @contextmanager
-def part(name: str) -> Iterator[None]:
-    """Count the time inside the block as this part of the call. Outside of a call nothing is recorded."""
+def part(name: str, num_tokens: int = 0, num_attended: int = 0, *, num_pieces: int = 1) -> Iterator[None]:
+    """Count the time inside the block as this part of the call and record the work: `num_pieces` pieces, such as decode
+    steps, and the tokens and attended tokens of all of them. Outside of a call nothing is recorded."""
     times = _part_times.get()
     if times is None:
         yield
@@ -244,7 +251,13 @@ def part(name: str) -> Iterator[None]:
     now = _cuda_event if torch.cuda.is_initialized() else time.perf_counter
     start = now()
     yield
-    times.append((name, start, now()))
+    times.append((name, num_pieces, num_tokens, num_attended, start, now()))
+
+
+def work_of(lengths: Iterable[int]) -> tuple[int, int]:
+    """The tokens of rows of these lengths, and the attended tokens: how many tokens each token reads, added up."""
+    lengths = list(lengths)
+    return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
 
 
 def _cuda_event() -> Any:

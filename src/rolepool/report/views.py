@@ -178,7 +178,7 @@ def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], operations: 
         waits = [(*piece[:3], piece.start_s - start_s, piece.duration_s) for piece in lane if piece.position == NONE]
         spans = []
         for step, operation, span in (timeline[piece.position] for piece in lane if piece.position != NONE):
-            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes, span.parts)
+            counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes, [*span.part_seconds.items()])
             spans.append((operations.index(operation), step, span.start_s - start_s, span.duration_s, *counts))
         num_spans += len(spans)
         if shown and num_spans > MAX_SPANS:
@@ -224,7 +224,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for position, (step, operation, span) in enumerate(timeline):
         end_us = int((span.end_s - timeline[0].span.start_s) * 1e6)
         thread, times = threads[span.pool, span.rank], {"ts": start_us[position], "dur": end_us - start_us[position]}
-        args = {"step": step, **span._asdict(), "parts": dict(span.parts)}
+        args = {"step": step, **span._asdict(), "parts": span.part_seconds}
         yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
         arrow = {"name": "data", "cat": "data", **thread}
         for source in arriving[position]:

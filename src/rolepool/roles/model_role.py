@@ -38,6 +38,7 @@ from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
+from rolepool.protocol.worker import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]
 """Computes columns from the tokens of a micro-batch."""
@@ -116,9 +117,12 @@ class ModelRole(Worker):
     def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
         """The columns that the model computes from micro-batches of tokens, in the order of rows, in host memory."""
         tokens = data.select(list(TOKENS), [], [])
-        split = self.micro_batches[method].split(lengths_of(data.batch[INPUT_IDS]).tolist())
+        lengths, parts = lengths_of(data.batch[INPUT_IDS]).tolist(), []
+        split = self.micro_batches[method].split(lengths)
         with self.placed.on_device():
-            parts = [DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))) for rows in split]
+            for rows in split:
+                with part("score", *work_of(lengths[row] for row in rows)):
+                    parts.append(DataProto.from_dict(compute(TokenRows(tokens[rows].batch, self.device))))
             computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
         computed.reorder(np.argsort([row for rows in split for row in rows]))
         return computed
@@ -204,10 +208,12 @@ class TrainedRole(ModelRole):
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
             counts = count_losses(map(kept_lengths, batches), self.loss_scale_factor, self.device)
-            splits = [self.update_micro_batches.split(lengths_of(batch.batch[INPUT_IDS]).tolist()) for batch in batches]
+            lengths = [lengths_of(batch.batch[INPUT_IDS]).tolist() for batch in batches]
+            splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
             of_batches = []
-            for batch, count, split in zip(batches, counts, splits, strict=True):
-                of_batches.append(self.trained.step(split, partial(self._loss_of_rows, batch, count)))
+            for batch, count, split, of_batch in zip(batches, counts, splits, lengths, strict=True):
+                loss_of = partial(self._loss_of_rows, batch, count)
+                of_batches.append(self.trained.step(split, loss_of, of_batch))
             names = list(of_batches[0])
             numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
             columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
@@ -228,9 +234,9 @@ class TrainedRole(ModelRole):
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
 
     def _loss_of_rows(self, batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
-        part: DataProto = batch[rows]
-        tokens, kept = TokenRows(part.batch, self.device), kept_lengths(part)
-        of_responses = {key: one for key, one in part.batch.items() if is_ragged(one) and key != INPUT_IDS}
+        given: DataProto = batch[rows]
+        tokens, kept = TokenRows(given.batch, self.device), kept_lengths(given)
+        of_responses = {key: one for key, one in given.batch.items() if is_ragged(one) and key != INPUT_IDS}
         columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
         columns["response_mask"] = on_device(torch.arange(int(tokens.num_response.max())) < kept[:, None], self.device)
         return self.loss_of(tokens, columns, counts)

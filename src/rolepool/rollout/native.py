@@ -20,7 +20,7 @@ from rolepool.config.model_files import num_positions
 from rolepool.errors import DataError, RolepoolError, first_few
 from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
-from rolepool.protocol.worker import WorkerContext, free_bytes, part
+from rolepool.protocol.worker import WorkerContext, free_bytes, part, work_of
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
 from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
@@ -231,11 +231,15 @@ class _Generation:
             num_free = self._num_slots - self._batch.num_running
             num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
             if self._waiting and (num_free >= num_wanted or not self._batch.num_running):
-                with part("prefill"):
-                    self._admit()
+                entering = self._entering()
+                prompts = {tuple(self._requests[index].token_ids) for index in entering}
+                with part("prefill", *work_of(map(len, prompts))):
+                    self._admit(entering)
             else:
-                with part("decode"):
-                    for _ in range(min(self._engine._check_interval, self._batch.num_steps_left)):
+                num_steps = min(self._engine._check_interval, self._batch.num_steps_left)
+                num_tokens = num_steps * self._batch.num_running
+                with part("decode", num_tokens, num_tokens * self._batch.length, num_pieces=num_steps):
+                    for _ in range(num_steps):
                         self._step()
             for request, tokens, log_probs in self._batch.pop_finished(self._cache):
                 if not np.isfinite(log_probs).all():
@@ -245,10 +249,14 @@ class _Generation:
                 completions[request] = Completion(tokens, log_probs, reason, version)
         return [completions[index] for index in range(len(self._requests))]
 
-    def _admit(self) -> None:
-        """Prefill waiting prompts into all free slots, each prompt once, and sample the first token of each row."""
+    def _entering(self) -> list[int]:
+        """The waiting requests that free slots take now."""
+        num_free = self._num_slots - self._batch.num_running
+        return [self._waiting.popleft() for _ in range(min(len(self._waiting), num_free))]
+
+    def _admit(self, entering: Sequence[int]) -> None:
+        """Prefill prompts, each prompt once, and sample the first token of each row."""
         first = self._batch.num_running
-        entering = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._num_slots - first))]
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for index in entering:
             by_prompt.setdefault(tuple(self._requests[index].token_ids), []).append(index)
