@@ -241,6 +241,49 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     return EXIT_USER_ERROR if failures else None
 
 
+def predict(parser: Parser, arguments: list[str]) -> int | None:
+    """Predict how long a step takes under other placements, from recorded runs; with --search, find the best one."""
+    parser.usage = "rolepool predict RUN [RUN...] -- standard split ...\n       rolepool predict RUN [RUN...] --search"
+    parser.add_argument("runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log")
+    parser.add_argument("--measured", nargs="+", default=[], metavar="RUN", help="runs to compare the predictions with")
+    parser.add_argument("--search", action="store_true", help="search for the best placements")
+    parser.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
+    parser.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
+    parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys")
+    parser.add_argument("--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster")
+    parser.add_argument("--scaling", metavar="1,2,4,8", help="the best step time for each number of GPUs")
+    parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the plot of --scaling goes; default: scaling.png")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
+    if bool(placements) == bool(options.search or options.scaling):
+        raise ConfigError("predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling")
+
+    from rolepool.report.predicted import Request, as_table, plot_scaling, why_best
+    from rolepool.terminal import Terminal
+
+    request = Request.parse(options)
+    terminal = Terminal(width=request.TABLE_WIDTH)
+    problems: list[str] = []
+    if options.scaling:
+        best, problems = request.scaling(options.scaling)
+        found = list(best.values())
+        path = Path(options.output or "scaling.png")
+        with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
+            plot_scaling(best, path)
+    elif options.search:
+        found = request.search()
+    else:
+        found, problems = request.placements(placements)
+    terminal.print(as_table(found))
+    if options.search:
+        terminal.print(why_best(found[0], found[1:]), soft_wrap=True)
+    print_errors(dict.fromkeys(note for one in found for note in one.notes), label="not measured: ")
+    print_errors(problems)
+    return EXIT_USER_ERROR if problems and not found else None
+
+
 def plot(parser: Parser, arguments: list[str]) -> None:
     """Plot the timings of console logs or run folders, and write all numbers as CSV."""
     parser.add_argument("logs", nargs="+", metavar="LOG", help="console log or folder of a run")
@@ -254,7 +297,7 @@ def plot(parser: Parser, arguments: list[str]) -> None:
     print(*written, sep="\n")
 
 
-_ALL = (plan, config, train, move, recipes, watch, serve, report, compare, plot, trace, export, demo)
+_ALL = (plan, config, train, move, predict, recipes, watch, serve, report, compare, plot, trace, export, demo)
 COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
 WORDS = {"plan": "RECIPE, FILE or key=value", "config": "KEY, RECIPE, FILE or key=value"}
 """What the positional arguments are, for commands that load a config."""

@@ -1,0 +1,280 @@
+"""A profile: what recorded runs say about the work of a step and about what each part of it costs.
+
+Owns turning spans into observations of work and time, and the work of each operation under another config and plan.
+Several recordings of the same models on the same device make a better profile. Does not simulate anything.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import NamedTuple
+
+from rolepool.config import Config
+from rolepool.errors import ConfigError
+from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, Recorded, Span, step_bounds
+from rolepool.placement.estimate import MicroBatch
+from rolepool.placement.plan import Plan
+from rolepool.placement.roles import ROLE_SPECS, Operation, Role
+from rolepool.planner.costs import LinearCost, Seconds, Work
+
+MAX_STEPS = 40
+"""Steps of a recording that are used. More would take longer and add little."""
+NUM_WARM_STEPS = 2
+"""The first steps compile and allocate, so they are not used if there are others."""
+REST = "rest"
+"""The time of a call outside of its parts, with fetching its inputs."""
+SYNC, SYNC_BETWEEN = "update_weights", "update_weights between pools"
+DECODE, PREFILL = "decode", "prefill"
+
+
+class Recording(NamedTuple):
+    """What a run recorded while it had one placement."""
+
+    config: Config
+    plan: Plan
+    spans: Sequence[Recorded]
+
+
+class Live(NamedTuple):
+    """Decode steps with about the same number of running sequences, for a rank with so many rows."""
+
+    num_rows: int
+    num_steps: float
+    num_running: float
+    context: float
+    """Tokens that each sequence reads in a step."""
+
+
+@dataclass
+class Rows:
+    """The work of rows of certain lengths."""
+
+    totals: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
+    """Rows, pieces, tokens and attended tokens of each operation and part, added up over ranks and steps."""
+    num_calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    live: list[list[Live]] = field(default_factory=list)
+    """For each generation, its slowest rank's decode steps."""
+    num_prompt: list[float] = field(default_factory=list)
+    num_response: list[float] = field(default_factory=list)
+    """Mean tokens of the prompts and responses of each generation."""
+
+
+class Profile:
+    """Costs and work that were measured in recordings of the same models."""
+
+    def __init__(self, recordings: Iterable[Recording]) -> None:
+        self.recordings = [one for one in recordings if one.spans]
+        self.costs: dict[tuple[str, str], LinearCost] = {}
+        self.num_ranks: dict[str, set[int]] = defaultdict(set)
+        """The numbers of ranks with which each operation was measured."""
+        self.rows: dict[tuple[int, int], Rows] = defaultdict(Rows)
+        """By data.max_prompt_length and data.max_response_length."""
+        self.hand_over_s: dict[str, float] = {}
+        self.sharing: list[Recording] = []
+        """Recordings of pools that shared GPUs, whose calls slowed each other down. They are not in the costs."""
+        self.step_s: dict[int, float] = {}
+        """The median step time of each recording, by its position."""
+        self.bytes_per_s = 1e9
+        """How fast processes fetch batches from the object store."""
+        fetched: list[tuple[int, float]] = []
+        self._seen: dict[tuple[str, str], list[tuple[Work, int, float]]] = defaultdict(list)
+        gaps: dict[str, list[float]] = defaultdict(list)
+        for position, one in enumerate(self.recordings):
+            steps = measured_steps(one.spans)
+            bounds = step_bounds(one.spans)
+            if steps:
+                self.step_s[position] = median(bounds[step][1] - bounds[step][0] for step in steps)
+            if one.plan.sharing_pools and len(self.recordings) > 1:
+                self.sharing.append(one)
+                continue
+            chosen = set(steps)
+            self._observe(one, [each for each in one.spans if each.step in chosen], gaps)
+            spans = [each.span for each in one.spans if each.step in chosen]
+            fetched += [(span.num_bytes, span.part_seconds.get("fetch", 0.0)) for span in spans]
+        if not self._seen:
+            raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
+        for key, seen in self._seen.items():
+            works, times = [(work, ranks) for work, ranks, _ in seen], [seconds for *_, seconds in seen]
+            self.costs[key] = LinearCost.fit(works, times)
+        if seconds := sum(took_s for _, took_s in fetched):
+            self.bytes_per_s = sum(num_bytes for num_bytes, _ in fetched) / seconds
+        self.hand_over_s = {operation: median(of_operation) for operation, of_operation in gaps.items()}
+
+    @property
+    def config(self) -> Config:
+        return self.recordings[0].config
+
+    def _observe(self, one: Recording, spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:
+        data = one.config.data
+        rows = self.rows[data.max_prompt_length, data.max_response_length]
+        calls: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
+        between: dict[int, list[Span]] = defaultdict(list)
+        num_rows = data.train_batch_size * one.config.actor_rollout_ref.rollout.n
+        homes = {one.plan.roles.get(Role.Actor), one.plan.roles.get(Role.Rollout)}
+        for step, operation, span in spans:
+            if operation in BETWEEN_STEPS:
+                continue
+            calls[step, operation, span.call].append(span)
+            if operation == SYNC and len(homes) > 1:
+                between[step].append(span)
+                continue
+            ranks = ranks_of(one.config, one.plan, span.role, span.pool, operation)
+            self.num_ranks[operation].add(ranks)
+            tokens = num_rows if span.pool == DRIVER else span.num_tokens
+            of_rows = num_rows if span.pool == DRIVER else span.num_rows
+            counted = [part for part in span.parts if part.name != "fetch"]
+            rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
+            observed = [(part.name, Work(*part[2:]), part.seconds) for part in counted]
+            for name, work, seconds in [*observed, (REST, Work(1, tokens), rest_s)]:
+                self._seen[operation, name].append((work, ranks, seconds))
+                total = rows.totals[operation, name]
+                for index, amount in enumerate((0, *work)):
+                    total[index] += amount
+            for name in {part.name for part in counted} | {REST}:
+                rows.totals[operation, name][0] += of_rows
+            rows.num_calls[operation] += 1
+        for of_step in between.values():
+            took_s = max(span.end_s for span in of_step) - min(span.start_s for span in of_step)
+            ranks = one.plan.pool_of(Role.Actor).world_size
+            self.num_ranks[SYNC_BETWEEN].add(ranks)
+            self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, took_s))
+        for (_, operation, _), of_call in calls.items():
+            if operation == "gen":
+                _add_generation(rows, max(of_call, key=lambda span: span.duration_s))
+        _add_gaps(spans, gaps)
+
+    def rows_like(self, config: Config) -> tuple[Rows, float, float]:
+        """The recorded rows whose lengths are nearest to those of a config, and how many times as long its prompts and
+        responses are. Lengths are assumed to grow with the largest lengths that the config allows."""
+        prompt, response = config.data.max_prompt_length, config.data.max_response_length
+
+        def distance(key: tuple[int, int]) -> float:
+            return abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response))
+
+        nearest = min(self.rows, key=distance)
+        return self.rows[nearest], prompt / nearest[0], response / nearest[1]
+
+    def seconds(self, operation: str, work: Mapping[str, Work], num_ranks: int) -> Seconds:
+        """The time of a call of an operation."""
+        parts = [self.costs[operation, name].seconds(amount, num_ranks) for name, amount in work.items()]
+        return Seconds(sum(part.mean for part in parts), sum(part.variance for part in parts))
+
+    def work(
+        self, config: Config, role: Role | None, operation: Operation, num_parts: int, size: MicroBatch | None
+    ) -> dict[str, Work]:
+        """The work of one call of an operation on each of the ranks or groups that share it, by part."""
+        rows, of_prompt, of_response = self.rows_like(config)
+        prompt, response = fmean(rows.num_prompt), fmean(rows.num_response)
+        longer = (prompt * of_prompt + response * of_response) / (prompt + response)
+        num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / num_parts
+        found: dict[str, Work] = {}
+        for (name, part), (of_rows, pieces, tokens, attended) in rows.totals.items():
+            if name != operation.name:
+                continue
+            each = num_rows / max(of_rows, 1)
+            factor = of_prompt if part == PREFILL else 1.0 if role is None else longer
+            amount = Work(pieces / rows.num_calls[name], tokens * each * factor, attended * each * factor**2)
+            if part == DECODE:
+                amount = self._decode(config, rows, num_rows, of_response, prompt * of_prompt, response * of_response)
+            elif part != REST and size is not None and role is not None:
+                amount = amount._replace(num_pieces=_num_pieces(config, role, operation, size, num_rows, amount))
+            found[part] = amount
+        return found
+
+    def _decode(
+        self, config: Config, rows: Rows, num_rows: float, of_response: float, prompt: float, response: float
+    ) -> Work:
+        """The decode steps of a rank with so many rows: as many running sequences in each step as in the recorded
+        generations with the most similar number of rows, in proportion."""
+        nearest = min((one[0].num_rows for one in rows.live), key=lambda number: abs(math.log(number / num_rows)))
+        alike = [one for one in rows.live if one[0].num_rows == nearest]
+        slots = config.actor_rollout_ref.rollout.max_num_seqs
+        waves, at_once = max(1.0, num_rows / slots), min(num_rows, slots)
+        longer = (prompt + response / 2) / (fmean(rows.num_prompt) + fmean(rows.num_response) / 2)
+        steps = tokens = attended = 0.0
+        for live in (one for generation in alike for one in generation):
+            running = live.num_running / live.num_rows * at_once
+            if running < 0.5:
+                continue
+            num_steps = live.num_steps * of_response * waves / len(alike)
+            steps += num_steps
+            tokens += num_steps * max(1.0, running)
+            attended += num_steps * max(1.0, running) * live.context * longer
+        return Work(steps, tokens, attended)
+
+
+def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -> int:
+    """The ranks that exchange data in an operation. Rollouts exchange data only within a tensor-parallel group."""
+    if pool not in plan.pools:
+        return 1
+    spec = ROLE_SPECS.get(Role(role))
+    if operation != SYNC and spec is not None and spec.tensor_parallel is not None:
+        return int(config.at(spec.tensor_parallel))
+    return plan.pools[pool].world_size
+
+
+def measured_steps(spans: Iterable[Recorded]) -> list[int]:
+    """The steps of a recording that are used: not the first ones, and not a step that has not ended."""
+    steps = sorted({one.step for one in spans if one.operation == "gen"})
+    used = steps[min(NUM_WARM_STEPS, max(0, len(steps) - 2)) :]
+    stride = max(1, len(used) // MAX_STEPS)
+    return used[::stride]
+
+
+def _num_pieces(
+    config: Config, role: Role, operation: Operation, size: MicroBatch, num_rows: float, work: Work
+) -> float:
+    """How many micro-batches (or updates, if the part has no tokens) a call makes on a rank."""
+    num_batches, rows = 1.0, num_rows
+    if operation.trains:
+        key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
+        num_batches = max(1.0, config.data.train_batch_size / config.at(key))
+        rows = num_rows / num_batches
+    if not work.num_tokens:
+        return num_batches
+    most = size.rows or max(1.0, size.tokens // (work.num_tokens / num_rows))
+    return num_batches * math.ceil(rows / most)
+
+
+def _add_generation(rows: Rows, slowest: Span) -> None:
+    decoded = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
+    if not decoded or not slowest.num_rows:
+        return
+    rows.live.append(
+        [
+            Live(
+                slowest.num_rows,
+                part.num_pieces,
+                part.num_tokens / part.num_pieces,
+                part.num_attended / part.num_tokens,
+            )
+            for part in decoded
+        ]
+    )
+    num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1  # one comes from the prefill
+    rows.num_response.append(num_sampled)
+    rows.num_prompt.append(max(1.0, slowest.num_tokens / slowest.num_rows - num_sampled))
+
+
+def _add_gaps(spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:
+    """For each call, how long after the end of what it waited for it started: its pool's last call, its inputs, and
+    the driver."""
+    calls: dict[tuple[int, str], list[Recorded]] = defaultdict(list)
+    for recorded in spans:
+        calls[recorded.span.call, recorded.span.pool].append(recorded)
+    free: dict[str, float] = {}
+    ended: dict[int, float] = {}
+    for (number, pool), of_call in sorted(calls.items(), key=lambda item: min(one.span.start_s for one in item[1])):
+        span = of_call[0].span
+        start_s, end_s = min(one.span.start_s for one in of_call), max(one.span.end_s for one in of_call)
+        causes = [ended[call] for call in span.after if call in ended]
+        if pool in free:
+            causes.append(free[pool])
+        if free.get(DRIVER, math.inf) <= start_s and span.queued_s >= free[DRIVER]:
+            causes.append(free[DRIVER])
+        if pool in free and causes and pool != DRIVER:
+            gaps[of_call[0].operation].append(max(0.0, start_s - max(causes)))
+        free[pool] = end_s
+        ended[number] = max(end_s, ended.get(number, 0.0))

@@ -1,0 +1,235 @@
+"""What other placements would cost: profiles from run folders and console logs, and predictions as tables and plots.
+
+Owns reading profiles, and how predictions are shown. `rolepool.planner` predicts.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rich.table import Table
+
+from rolepool.config import Config, load_config
+from rolepool.config.fitting import num_cores
+from rolepool.errors import ConfigError, RolepoolError, explained
+from rolepool.files import atomic_path
+from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
+from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.placement.strategies import build_plan
+from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.profile import SYNC, Profile, Recording
+from rolepool.planner.search import Objective, search
+from rolepool.report.compare import overrides_of
+from rolepool.report.plots import new_figure, style
+from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
+from rolepool.trainer.paper import schedule_of
+
+MAX_PATH = 4
+"""Operations of a critical path that are shown."""
+
+
+def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[Recording]:
+    """What runs recorded, one entry for each placement of each run. A console log counts as a run on `num_gpus` GPUs of
+    one node, in one pool."""
+    found: list[Recording] = []
+    for path in map(Path, paths):
+        found += recordings_of(read_run(path)) if path.is_dir() else _recordings_of_log(path, num_gpus)
+    first = found[0].config if found else None
+    for one in found:
+        if first is not None and _identity(one.config) != _identity(first):
+            problem = "the runs have different models or devices, so they are not one profile"
+            raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
+    return found
+
+
+def recordings_of(run: Run) -> list[Recording]:
+    """What a run recorded with each of its placements."""
+    parts = [part for part in parts_of(run) if part.plans and part.spans]
+    if not run.config or not parts:
+        raise ConfigError(f"run {run.folder}: has no config, plan or spans, so nothing can be predicted from it")
+    config = Config.model_validate(run.config)
+    return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
+
+
+def _identity(config: Config) -> tuple[Any, ...]:
+    """What runs of one profile have in common."""
+    paths = [config.at(spec.model).path for spec in ROLE_SPECS.values()]
+    return config.trainer.device, *paths
+
+
+def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
+    """A console log as a recording: one call of each operation in each step, one after another."""
+    if num_gpus is None:
+        raise ConfigError(f"predict {path}: a console log does not tell the number of GPUs; give it with --gpus")
+    for metrics in read_logs([path]).values():
+        names = {name.removeprefix(TIMING) for row in metrics.values() for name in row if name.startswith(TIMING)}
+        words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
+        words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
+        words += ["actor_rollout_ref.actor.use_kl_loss=true"] if "ref" in names else []
+        config = load_config([], words).config
+        plan = build_plan(config)
+        roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}
+        num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // num_gpus
+        spans: list[Recorded] = []
+        now = 0.0
+        for step, row in metrics.items():
+            for number, name in enumerate([name for name in OPERATIONS if name in names or name == SYNC]):
+                seconds = row.get(f"{TIMING}{name}", 0.0)
+                role = roles.get(name)
+                pool = DRIVER if role is None else plan.roles.get(role, RULE_POOL)
+                tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
+                span = Span(pool, role or "trainer", 0, name, now, now, now + seconds, call=100 * step + number)
+                spans.append(Recorded(step, name, span._replace(num_rows=num_rows, num_tokens=tokens)))
+                now += seconds
+        yield Recording(config, plan, spans)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `rolepool predict` is asked."""
+
+    TABLE_WIDTH: ClassVar = 180
+    predictor: Predictor
+    config: Config
+    inventory: tuple[int, ...]
+    objective: Objective
+    measured: Sequence[Recording]
+
+    @classmethod
+    def parse(cls, options: Namespace) -> Self:
+        recordings = read_recordings(options.runs, options.gpus)
+        if options.gpus is not None and options.inventory is not None:
+            raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
+        config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
+        if options.inventory is not None:
+            inventory = parse_inventory(options.inventory)
+        elif options.gpus is not None:
+            inventory = (options.gpus,)
+        if options.set:
+            config = load_config([config.model_dump(mode="json")], options.set).config
+        with explained(f"--speed {' '.join(options.speed)}", "write factors, such as --speed rollout=2"):
+            speeds = {name: float(factor) for name, _, factor in (word.partition("=") for word in options.speed)}
+        memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
+        is_here = inventory == recordings[-1].plan.gpus_per_node and len(inventory) == 1
+        predictor = Predictor(
+            Profile(recordings),
+            schedule_of,
+            gpu_memory_bytes=memory,
+            num_cores=num_cores() if is_here else None,
+            speeds=speeds,
+        )
+        measured = read_recordings(options.measured, options.gpus)
+        return cls(predictor, config, inventory, options.objective, measured)
+
+    def placements(self, words: Sequence[str]) -> tuple[list[Prediction], list[str]]:
+        """Predictions for these placements, and why the others are not possible."""
+        found: list[Prediction] = []
+        problems: list[str] = []
+        sizes = [f"trainer.nnodes={len(self.inventory)}", f"trainer.n_gpus_per_node={max(self.inventory)}"]
+        for placement in words:
+            overrides = [word for part in placement.split() for word in overrides_of(part)]
+            try:
+                loaded = load_config([without_placement(self.config, overrides)], [*sizes, *overrides])
+                found.append(self.predictor.predict(placement, loaded.config, build_plan(loaded.config)))
+            except RolepoolError as error:
+                problems += [f"{placement}: {problem}" for problem in error.problems]
+        return add_measured(found, self.measured), problems
+
+    def search(self) -> list[Prediction]:
+        """The best placements."""
+        return add_measured(search(self.predictor, self.config, self.inventory, self.objective), self.measured)
+
+    def scaling(self, text: str) -> tuple[dict[int, Prediction], list[str]]:
+        """The best placement for each number of GPUs, on nodes of the profile's size."""
+        found: dict[int, Prediction] = {}
+        problems: list[str] = []
+        per_node = max(self.inventory)
+        for number in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
+            inventory = [per_node] * (number // per_node) + ([number % per_node] if number % per_node else [])
+            try:
+                best = search(self.predictor, self.config, inventory, self.objective)[0]
+                found[number] = replace(best, name=f"{number} GPUs: {best.name}")
+            except RolepoolError as error:
+                problems += [f"{number} GPUs: {problem}" for problem in error.problems]
+        return found, problems
+
+
+def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
+    """A config as a dictionary, without the keys of its strategy if the words name another one."""
+    content = config.model_dump(mode="json")
+    if any(word.startswith("placement.strategy=") for word in words):
+        for key in ("split", "pools", "roles"):
+            del content["placement"][key]
+    return content
+
+
+def add_measured(predictions: Sequence[Prediction], recordings: Sequence[Recording]) -> list[Prediction]:
+    """The predictions, with the step times of recordings that have the same pools."""
+    step_s = Profile(recordings).step_s if recordings else {}
+    found = []
+    for one in predictions:
+        same = [seconds for at, seconds in step_s.items() if recordings[at].plan.pools == one.plan.pools]
+        found.append(replace(one, measured_s=same[0]) if same else one)
+    return found
+
+
+def as_table(predictions: Sequence[Prediction]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("placement", overflow="fold", max_width=44)
+    for name in ("step", "from", "to", "tokens/s per GPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("busy", overflow="fold", max_width=28)
+    has_memory = any(one.memory_gib for one in predictions)
+    if has_memory:
+        table.add_column("GiB", justify="right")
+    table.add_column("a step waits for", overflow="fold", max_width=40)
+    is_measured = any(one.measured_s is not None for one in predictions)
+    for name in ("measured", "error") if is_measured else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in predictions:
+        busy = ", ".join(f"{pool} {share:.0%}" for pool, share in one.busy.items() if pool in one.plan.pools)
+        cells = [one.name, *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s))]
+        cells += [f"{one.tokens_per_gpu_s:,.0f}", busy]
+        cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] if has_memory else []
+        cells.append(path_in_words(one))
+        if is_measured:
+            known = one.measured_s is not None
+            cells += [f"{one.measured_s:.3g} s" if known else "", f"{one.error:+.0%}" if known else ""]
+        table.add_row(*cells)
+    return table
+
+
+def path_in_words(one: Prediction) -> str:
+    """The operations that a step waits for longest."""
+    longest = sorted(one.path, key=lambda link: -link[1])[:MAX_PATH]
+    return ", ".join(f"{operation} {seconds / one.step_s:.0%}" for operation, seconds in longest)
+
+
+def why_best(best: Prediction, others: Sequence[Prediction]) -> str:
+    """Why the first of several predictions is the best one, in words."""
+    text = (
+        f"The best placement takes {best.step_s:.3g} s per step; {path_in_words(best)} of it is what a step waits for."
+    )
+    if others:
+        second = others[0]
+        text += f" The next one takes {second.step_s / best.step_s:.2f} times as long"
+        text += f" (it waits for {path_in_words(second)})."
+        if second.step_s < best.high_s:
+            text += " The intervals of the two overlap, so only a run can tell which one is faster."
+    return text
+
+
+def plot_scaling(best: Mapping[int, Prediction], path: Path) -> None:
+    """Write a plot of the step time against the number of GPUs."""
+    with style():
+        figure = new_figure(4.0)
+        axes = figure.subplots()
+        counts, times = list(best), list(best.values())
+        axes.plot(counts, [one.step_s for one in times], marker="o")
+        axes.fill_between(counts, [one.low_s for one in times], [one.high_s for one in times], alpha=0.2)
+        axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="predicted step time (s)")
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary)
