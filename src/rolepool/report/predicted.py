@@ -39,7 +39,7 @@ def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[R
         found += recordings_of(read_run(path)) if path.is_dir() else _recordings_of_log(path, num_gpus)
     first = found[0].config if found else None
     for one in found:
-        if first is not None and _identity(one.config) != _identity(first):
+        if first is not None and identity_of(one.config) != identity_of(first):
             problem = "the runs have different models or devices, so they are not one profile"
             raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
     return found
@@ -54,7 +54,7 @@ def recordings_of(run: Run) -> list[Recording]:
     return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
 
 
-def _identity(config: Config) -> tuple[Any, ...]:
+def identity_of(config: Config) -> tuple[Any, ...]:
     """What runs of one profile have in common."""
     paths = [config.at(spec.model).path for spec in ROLE_SPECS.values()]
     return config.trainer.device, *paths
