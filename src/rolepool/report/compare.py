@@ -28,17 +28,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
-
-WORK_KEYS = {
-    "actor_rollout_ref.model": ("path", "override_config"),
-    "critic": ("model.path", "ppo_mini_batch_size", "ppo_epochs"),
-    "reward_model": ("enable", "model.path"),
-    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
-    "actor_rollout_ref.rollout": ("n",),
-    "actor_rollout_ref.actor": ("use_kl_loss", "ppo_mini_batch_size", "ppo_epochs"),
-    "algorithm": ("adv_estimator", "use_kl_in_reward"),
-}
-"""The keys that define the work of a step, by section. Other keys, such as placement and micro-batches, may differ."""
+from rolepool.report.tables import TABLES
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
@@ -84,7 +74,7 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
 def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
-    for key in (f"{section}.{name}" for section, names in WORK_KEYS.items() for name in names):
+    for key in TABLES.work_keys:
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
