@@ -213,13 +213,12 @@ def with_unit(measure: str, value: float) -> str:
     return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
 
 
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
-    """Write `comparison.html`: headlines, a typical step of each run, the mean times of operations, and the table."""
-    folder.mkdir(parents=True, exist_ok=True)
+def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+    """The page: headlines, a typical step of each run, the mean times of operations, and the table."""
     means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
     operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
     groups = groupby(lines, key=lambda line: line.measure)
-    text = TEMPLATES.get_template("comparison.html").render(
+    return TEMPLATES.get_template("comparison.html").render(
         headlines=[*headlines(runs, lines)],
         steps=typical_steps(runs),
         means=means,
@@ -227,7 +226,12 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
         measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
         duration=duration,
     )
-    return write_atomically(folder / "comparison.html", [text])
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+    """Write the page as `comparison.html` in a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_atomically(folder / "comparison.html", [render_comparison(runs, lines)])
 
 
 def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
