@@ -251,8 +251,8 @@ class RolePoolsConfig(Section):
 class PlacementConfig(Section):
     strategy: StrategyName = "standard"
     """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
-    placement.pools and placement.roles (custom), the one that is predicted to be the best (auto, docs/predicting.md), or
-    a function of your own as module:function (docs/extending.md)."""
+    placement.pools and placement.roles (custom), the placement that is predicted to be the best (auto), or a function
+    of your own as module:function (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""

@@ -39,14 +39,13 @@ LAST_BYTES = 8_000_000
 
 
 def chosen_before(loaded: LoadedConfig) -> tuple[LoadedConfig, str] | None:
-    """The config with the best placement according to a profile, and why it is the best; None if there is no profile."""
+    """The config with the best placement according to a profile, and what was chosen; None if there is no profile."""
     config = loaded.config
     folders = [config.placement.profile] if config.placement.profile is not None else newest_profile(config)
     if not folders:
         return None
-    best, plan_s = _best(
-        read_recordings(folders, None), config, (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    )
+    inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    best, _ = _best(read_recordings(folders, None), config, inventory)
     changed, _ = moved(config, best.name.split())
     return replace(loaded, config=changed.config), f"placement.strategy=auto: {in_words(best)} (from {folders[0]})"
 
