@@ -10,8 +10,9 @@ import pytest
 import ray
 from test_recovery import chaos
 
-from rolepool.cluster.keepers import SHARED_MEMORY, remove_left_behind
+from rolepool.cluster.keepers import remove_left_behind
 from rolepool.files import left_behind
+from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.report.run import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
