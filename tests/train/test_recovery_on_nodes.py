@@ -64,7 +64,7 @@ def test_the_only_node_of_the_plan_may_be_another_than_the_drivers(
     outcome = chaos.run(tmp_path / "run", [*keys, *SECOND_NODE.split(), "trainer.save_freq=-1"], "critic:update")
     (restart,) = outcome.restarts
     assert restart["repeated_from_step"] == 2
-    losses = [[row for row in rows if "actor/loss" in row] for rows in (outcome.rows, expected.rows)]
+    losses = [[row for row in rows if "actor/pg_loss" in row] for rows in (outcome.rows, expected.rows)]
     assert losses[0] == losses[1]
 
 
