@@ -74,7 +74,10 @@ def test_another_node_takes_the_place_of_a_lost_one(keys: list[str], expected: A
     assert outcome.rows == expected.rows
 
 
-def test_pools_are_planned_again_on_the_nodes_that_are_left(keys: list[str], expected: Any, tmp_path: Path) -> None:
+def test_pools_are_planned_again_on_the_nodes_that_are_left(
+    keys: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chaos.VICTIMS, "node", ("critic_pool", 1))  # rank 0 is on the node of the driver
     shrinking = ["placement.on_node_loss=shrink", "trainer.n_gpus_per_node=1", "placement.strategy=split"]
     removed = [key for key in keys if not key.startswith(("placement.", "trainer.n"))]
     more = ["trainer.nnodes=2", "placement.split.share=0.5", *shrinking]
