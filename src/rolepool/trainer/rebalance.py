@@ -7,13 +7,14 @@ first steps are the calibration, and then it moves to the placement that is pred
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolepool.config import Config, LoadedConfig
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, RolepoolError, one_line
+from rolepool.errors import RolepoolError, one_line
 from rolepool.placement import Plan
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.planner.predict import Prediction, Predictor
@@ -38,30 +39,31 @@ LAST_BYTES = 8_000_000
 """How much of its spans a run reads to predict other placements."""
 
 
-def chosen_before(loaded: LoadedConfig) -> tuple[LoadedConfig, str] | None:
-    """The config with the best placement according to a profile, and what was chosen; None if there is no profile."""
+def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """The config that a run starts with, and a notice if its placement is chosen by prediction."""
     config = loaded.config
-    folders = [config.placement.profile] if config.placement.profile is not None else newest_profile(config)
-    if not folders:
-        return None
+    if not config.placement.chooses:
+        return loaded, []
+    folder = config.placement.profile or newest_profile(config)
+    if folder is None:
+        steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
+        return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    best, _ = _best(read_recordings(folders, None), config, inventory)
-    changed, _ = moved(config, best.name.split())
-    return replace(loaded, config=changed.config), f"placement.strategy=auto: {in_words(best)} (from {folders[0]})"
+    best, _ = _best(read_recordings([folder], None), config, inventory)
+    chosen, _ = moved(config, best.name.split())
+    notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
+    return replace(loaded, config=chosen.config), [notice]
 
 
-def newest_profile(config: Config) -> list[Path]:
+def newest_profile(config: Config) -> Path | None:
     """The newest run folder beside that of the config with the same models and device, if there is one."""
     home = Path(config.trainer.default_local_dir).parent
-    files = sorted(home.glob("*/spans.jsonl"), key=lambda file: -file.stat().st_mtime)
-    for folder in (file.parent for file in files):
-        try:
-            if identity_of(Config.model_validate(open_run(folder).config)) == identity_of(config):
-                Profile(recordings_of(read_run(folder, LAST_BYTES)))
-                return [folder]
-        except (RolepoolError, ValueError):  # another program's folder, or one without a completed step
-            continue
-    return []
+    for file in sorted(home.glob("*/spans.jsonl"), key=lambda file: -file.stat().st_mtime):
+        with suppress(RolepoolError, ValueError):  # another program's folder, or one without a completed step
+            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(config):
+                Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
+                return file.parent
+    return None
 
 
 def in_words(best: Prediction) -> str:
@@ -141,19 +143,3 @@ class Rebalancer:
 
 def _slots(plan: Plan) -> dict[str, object]:
     return {role: plan.pool_of(role).slots for role in plan.roles}
-
-
-def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """The config that a run starts with, and notices about it."""
-    if not loaded.config.placement.chooses:
-        return loaded, []
-    try:
-        chosen = chosen_before(loaded)
-    except ConfigError as error:
-        if loaded.config.placement.profile is not None:
-            raise
-        return loaded, [f"placement.strategy=auto: {one_line(error)}"]
-    if chosen is not None:
-        return chosen[0], [chosen[1]]
-    steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
-    return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
