@@ -118,7 +118,7 @@ def test_a_node_without_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_plan_with_mps_is_refused_where_no_node_has_a_gpu() -> None:
     plan = plan_of({"half": {"per_node": [1], "share": 0.5}}, [1], device="auto", mps=True)
     with pytest.raises(PlacementError, match=r"^placement\.mps=true: needs GPUs, and the cluster has none"):
-        reserve(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1)
+        reserve(plan, [Node("id", "address", num_gpus=0, num_cpus=4)], ExitStack(), timeout_s=1, held={})
 
 
 # In a cluster

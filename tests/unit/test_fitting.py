@@ -105,8 +105,7 @@ def test_the_slots_are_the_gpus_or_a_power_of_two_of_cpu_processes(
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 8), ("", 0), ("-1", 0), ("2,3", 2), ("GPU-1f,GPU-2e,GPU-3d", 3)])
 def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int) -> None:
-    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
-    monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: 8)
+    monkeypatch.setattr("rolepool.config.fitting.gpu_memories", lambda: [2**30] * 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -63,7 +63,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         with ExitStack() as cleanup:  # if the start fails, it undoes what was done so far
             cleanup.callback(connect(address, num_cpus or max(num_processes + 1, MIN_CPUS), plan.device))
             cleanup.push(_name_ray_as_cause)
-            self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=timeout_s)
+            self._reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s, held={})
             pools = launch.start_pools(self._reserved, plan.pools, cleanup, run_seed=run_seed)
             self._cleanup = cleanup.pop_all()
         self._add_groups(pools)
@@ -106,7 +106,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
             time.sleep(NODE_POLL_S)
-        self._reserved = launch.reserve(self.plan, nodes, self._cleanup, timeout_s=self._timeout_s, held=self._held())
+        self._reserved = launch.reserve(self.plan, nodes, self._cleanup, self._timeout_s, self._held())
 
     def _held(self) -> Bundles:
         """The bundles on nodes that are alive."""
@@ -145,7 +145,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Start the processes of these pools of another plan, beside those that run, and let them import the classes of
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
-            reserved = launch.reserve(plan, live_nodes(), cleanup, timeout_s=self._timeout_s, held=self._held())
+            reserved = launch.reserve(plan, live_nodes(), cleanup, self._timeout_s, self._held())
             processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
             started = [process for pool in processes.values() for process in pool]
             asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}

@@ -224,15 +224,10 @@ def _private_root() -> Path:
 
 
 def _end_ray_in(folder: Path) -> None:
-    """End the processes of Ray that use a folder."""
+    """End the processes of Ray that have a file of the folder open, such as their log."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if _is_ray_in(folder, process):
+            is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
+            if is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
                 process.kill()
                 process.wait(END_TIMEOUT_S)
-
-
-def _is_ray_in(folder: Path, process: psutil.Process) -> bool:
-    """Whether a process of Ray has a file of the folder open, such as its log."""
-    is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
-    return is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files())

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +152,10 @@ Bundles = dict[tuple[str, int], Any]
 """Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
 
 
+Started = tuple[Any, Whereabouts]
+"""The actor of a process that has started, and what it tells about itself."""
+
+
 @dataclass(frozen=True)
 class Reservation:
     """The resources of a plan: its nodes, its device, and a bundle for each slot."""
@@ -162,19 +166,29 @@ class Reservation:
     bundles: Bundles
 
 
-def reserve(
-    plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, *, timeout_s: float, held: Bundles | None = None
-) -> Reservation:
+def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: float, held: Bundles) -> Reservation:
     """Reserve the plan's resources, except those that are `held` already; `cleanup` releases them.
 
-    Raises PlacementError, at the latest after `timeout_s`.
+    Raises PlacementError, at the latest after `timeout_s`. The error says who uses the nodes then.
     """
     device = slot_device(plan.device, nodes)
-    nodes, held = nodes_with_slots(device, nodes), held or {}
-    _check_capacity(plan, nodes, device, held)
+    nodes = nodes_with_slots(device, nodes)
+    PlacementError.raise_if_any(_lacking(plan, nodes, device, held))
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
-    return Reservation(plan, nodes, device, {**held, **_reserve(plan, nodes, device, timeout_s, cleanup, held)})
+    slots = Counter((nodes[slot.node].node_id, slot.gpu) for pool in plan.pools.values() for slot in pool.slots)
+    needed = sorted(slots.keys() - held.keys())
+    if not needed:
+        return Reservation(plan, nodes, device, held)
+    gpu = {} if device == "cpu" else {"GPU": 1.0}
+    bundles = [{"CPU": float(slots[place]), **gpu} for place in needed]
+    fixed = [{"ray.io/node-id": node_id} for node_id, _ in needed]
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
+    cleanup.callback(_release, group)
+    if not group.wait(timeout_s):
+        raise PlacementError(_not_free(plan, nodes, device, timeout_s))
+    new = {place: PlacementGroupSchedulingStrategy(group, index) for index, place in enumerate(needed)}
+    return Reservation(plan, nodes, device, {**held, **new})
 
 
 def start_pools(
@@ -185,22 +199,19 @@ def start_pools(
     `cleanup` ends the processes, also those of a start that failed. Raises PlacementError or WorkerError; every wait
     has a timeout.
     """
-    plan, device, actors = reserved.plan, reserved.device, dict[str, list[Any]]()
+    plan, device, nodes = reserved.plan, reserved.device, reserved.nodes
+    slots = {name: plan.pools[name].slots for name in names}
     bundles = {
-        name: [reserved.bundles[reserved.nodes[slot.node].node_id, slot.gpu] for slot in plan.pools[name].slots]
-        for name in names
+        name: [reserved.bundles[nodes[slot.node].node_id, slot.gpu] for slot in of_pool]
+        for name, of_pool in slots.items()
     }
-    num_gpus = 0 if device == "cpu" else BUNDLE_PART
-    for name, places in bundles.items():
-        actors[name] = [_start(bundle, cleanup, num_gpus=num_gpus) for bundle in places]
-    nodes = {reserved.nodes[slot.node].node_id for name in actors for slot in plan.pools[name].slots}
-    found = _await_start(actors, nodes)
+    node_ids = {nodes[slot.node].node_id for of_pool in slots.values() for slot in of_pool}
+    started = _start(bundles, cleanup, 0 if device == "cpu" else BUNDLE_PART, node_ids)
     if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
-        held = ((bundle, where) for name in bundles for bundle, where in zip(bundles[name], found[name], strict=True))
-        reserved.bundles.update({(where.node_id, where.gpus[0]): bundle for bundle, where in held})
-    pools = {
-        name: _match(name, plan.pools[name].slots, actors[name], found[name], reserved.nodes, device) for name in actors
-    }
+        for name, members in started.items():
+            for bundle, (_, where) in zip(bundles[name], members, strict=True):
+                reserved.bundles[where.node_id, where.gpus[0]] = bundle
+    pools = {name: _match(name, slots[name], members, nodes, device) for name, members in started.items()}
     if plan.mps:
         _start_mps(plan, pools)
     shares = {name: plan.pools[name].share for name in pools}
@@ -213,70 +224,45 @@ def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -
     """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
     are for light work such as rule rewards."""
     here = pinned_to(ray.get_runtime_context().get_node_id())
-    actors = [_start(here, cleanup) for _ in range(count)]
-    found = _await_start({name: actors})[name]
-    processes = _match(name, [Slot(0, rank) for rank in range(count)], actors, found, (), "cpu")
+    started = _start({name: [here] * count}, cleanup)
+    processes = _match(name, [Slot(0, rank) for rank in range(count)], started[name], (), "cpu")
     _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     return processes
 
 
-def _check_capacity(plan: Plan, nodes: Sequence[Node], device: str, held: Bundles) -> None:
-    """Raise an error if the cluster can never provide what the plan needs, with a line for each pool and node."""
-    problems = []
+def _lacking(plan: Plan, nodes: Sequence[Node], device: str, held: Bundles) -> Iterator[str]:
+    """What the cluster can never provide and the plan needs, with a line for each pool and node."""
     word = "CPUs" if device == "cpu" else "GPUs"
     for name, pool in plan.pools.items():
         for index, count in pool.counts_by_node.items():
             highest = max(slot.gpu for slot in pool.slots if slot.node == index)
             if index >= len(nodes):
-                problems.append(
-                    f"Not enough nodes: {name} needs {count} {word} on node {index}, and the cluster has {len(nodes)} "
-                    f"node{'s' if len(nodes) > 1 else ''}; add nodes (ray start), or lower trainer.nnodes"
-                )
+                there = f"the cluster has {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+                fix = "add nodes (ray start), or lower trainer.nnodes"
+                yield f"Not enough nodes: {name} needs {count} {word} on node {index}, and {there}; {fix}"
             elif highest >= nodes[index].slots(device):
-                problems.append(
-                    f"Not enough {word}: {name} needs {count} on node {index} ({nodes[index].address}), up to number "
-                    f"{highest}; the node has {nodes[index].slots(device)}; lower trainer.n_gpus_per_node or add {word}"
-                )
+                needed = f"{name} needs {count} on node {index} ({nodes[index].address}), up to number {highest}"
+                fix = f"lower trainer.n_gpus_per_node or add {word}"
+                yield f"Not enough {word}: {needed}; the node has {nodes[index].slots(device)}; {fix}"
     for index, node in enumerate(nodes):
         places = [(node.node_id, slot.gpu) for pool in plan.pools.values() for slot in pool.slots if slot.node == index]
         num_processes = sum(place not in held for place in places)
         if num_processes > node.num_cpus:
-            problems.append(
-                f"Not enough CPUs: {num_processes} processes on node {index} ({node.address}) need one each, and Ray "
-                f"has {node.num_cpus} there; raise ray_kwargs.ray_init.num_cpus, or start that node with more"
-            )
-    PlacementError.raise_if_any(problems)
+            needed = f"{num_processes} processes on node {index} ({node.address}) need one each"
+            fix = "raise ray_kwargs.ray_init.num_cpus, or start that node with more"
+            yield f"Not enough CPUs: {needed}, and Ray has {node.num_cpus} there; {fix}"
 
 
-def _reserve(
-    plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float, cleanup: ExitStack, held: Bundles
-) -> Bundles:
-    """Wait for a bundle on each slot that is not held, and return where to start its processes. If the wait takes too
-    long, the error says who uses the nodes."""
-    slots = Counter((nodes[slot.node].node_id, slot.gpu) for pool in plan.pools.values() for slot in pool.slots)
-    needed = sorted(slots.keys() - held.keys())
-    if not needed:
-        return {}
-    gpu = {} if device == "cpu" else {"GPU": 1.0}
-    bundles = [{"CPU": float(slots[place]), **gpu} for place in needed]
-    fixed = [{"ray.io/node-id": node_id} for node_id, _ in needed]
-    group = placement_group(bundles, strategy="PACK", bundle_label_selector=fixed)
-    cleanup.callback(_release, group)
-    if group.wait(timeout_s):
-        return {place: PlacementGroupSchedulingStrategy(group, index) for index, place in enumerate(needed)}
-    word = "CPU" if device == "cpu" else "GPU"
-    available = ray_state.available_resources_per_node()
-    problems = []
+def _not_free(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) -> Iterator[str]:
+    """What is not free on the nodes, and who uses it, with a line for each pool and node."""
+    word, available = "CPU" if device == "cpu" else "GPU", ray_state.available_resources_per_node()
     for name, pool in plan.pools.items():
         for index, count in pool.counts_by_node.items():
             node = nodes[index]
-            free = available.get(node.node_id, {}).get(word, 0.0)
-            problems.append(
-                f"Not enough {word}s within placement.timeout_s={timeout_s:g}: {name} needs {count * pool.share:g} on "
-                f"node {index} ({node.address}), {free:g} of {node.slots(device)} are free; "
-                f"on the node: {_users_of(node)}; wait until they are free, or use fewer {word}s"
-            )
-    raise PlacementError(problems)
+            needed = f"{name} needs {count * pool.share:g} on node {index} ({node.address})"
+            free = f"{available.get(node.node_id, {}).get(word, 0.0):g} of {node.slots(device)} are free"
+            fix = f"on the node: {_users_of(node)}; wait until they are free, or use fewer {word}s"
+            yield f"Not enough {word}s within placement.timeout_s={timeout_s:g}: {needed}, {free}; {fix}"
 
 
 def _release(group: Any) -> None:
@@ -284,23 +270,22 @@ def _release(group: Any) -> None:
         remove_placement_group(group)
 
 
-def _start(where: Any, cleanup: ExitStack, *, num_gpus: float = 0) -> Any:
+def _start(
+    bundles: Mapping[str, Sequence[Any]], cleanup: ExitStack, num_gpus: float = 0, nodes: Collection[str] = ()
+) -> dict[str, list[Started]]:
+    """Start a process in each bundle of each pool, wait until every one has started on these nodes, and log the
+    progress."""
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    options = actor_class.options(num_cpus=0, num_gpus=num_gpus, max_restarts=0, scheduling_strategy=where)
-    actor = options.remote(str(Path.cwd()), EXTENSIONS)
-    cleanup.callback(ray.kill, actor)
-    return actor
-
-
-def _await_start(actors: dict[str, list[Any]], nodes: Collection[str] = ()) -> dict[str, list[Whereabouts]]:
-    """Wait until every process has started on these nodes, and log the progress."""
-    asked = {
-        actor.whereabouts.remote(): (f"a process of {name}", name)
-        for name, members in actors.items()
-        for actor in members
-    }
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
+    actors, asked = dict[str, list[Any]](), dict[Any, tuple[str, str]]()
+    for name, places in bundles.items():
+        settings = [actor_class.options(**options, scheduling_strategy=where) for where in places]
+        actors[name] = [one.remote(str(Path.cwd()), EXTENSIONS) for one in settings]
+        for actor in actors[name]:
+            cleanup.callback(ray.kill, actor)
+            asked[actor.whereabouts.remote()] = f"a process of {name}", name
     answers = iter(await_all(asked, "start", "started %d of %d worker processes", nodes))
-    return {name: [next(answers) for _ in members] for name, members in actors.items()}
+    return {name: [(actor, next(answers)) for actor in members] for name, members in actors.items()}
 
 
 def await_all(
@@ -346,26 +331,25 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def _match(
-    name: str, slots: Sequence[Slot], actors: list[Any], found: list[Whereabouts], nodes: Sequence[Node], device: str
+    name: str, slots: Sequence[Slot], started: Sequence[Started], nodes: Sequence[Node], device: str
 ) -> list[Process]:
     """The pool's processes in rank order, each on the slot it really holds. Raises a PlacementError if that is not
     the plan's slot."""
     held = slots
     if device != "cpu":
         index_of = {node.node_id: index for index, node in enumerate(nodes)}
-        held = [Slot(index_of[place.node_id], place.gpus[0]) for place in found]
-    missing = [slot for slot in slots if slot not in held]
-    if missing:
-        slot, given = missing[0], sorted(set(held) - set(slots))
-        raise PlacementError(
-            f"{name} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}, but Ray assigned "
-            f"{' and '.join(f'node {node} GPU {gpu}' for node, gpu in given)}: GPU {slot.gpu} is held by another job; "
-            f"on the node: {_users_of(nodes[slot.node])}; wait until that job ends, or plan with fewer GPUs"
-        )
-    order = [held.index(slot) for slot in slots]
+        held = [Slot(index_of[where.node_id], where.gpus[0]) for _, where in started]
+    if missing := [slot for slot in slots if slot not in held]:
+        slot = missing[0]
+        planned = f"{name} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
+        given = " and ".join(f"node {node} GPU {gpu}" for node, gpu in sorted(set(held) - set(slots)))
+        users = f"GPU {slot.gpu} is held by another job; on the node: {_users_of(nodes[slot.node])}"
+        fix = "wait until that job ends, or plan with fewer GPUs"
+        raise PlacementError(f"{planned}, but Ray assigned {given}: {users}; {fix}")
+    members = [started[held.index(slot)] for slot in slots]
+    ranks = enumerate(zip(members, slots, strict=True))
     return [
-        Process(**vars(found[index]), actor=actors[index], pool=name, rank=rank, slot=slots[rank])
-        for rank, index in enumerate(order)
+        Process(**vars(where), actor=actor, pool=name, rank=rank, slot=slot) for rank, ((actor, where), slot) in ranks
     ]
 
 

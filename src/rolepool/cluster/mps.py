@@ -20,18 +20,7 @@ START_TIMEOUT_S = 30.0
 """The time in which the daemon and its server must start."""
 ASK_TIMEOUT_S = 10.0
 
-# Waits until the process that started it has ended. Then it stops the daemon and its servers (which are its children),
-# and removes its folder. It runs in the background of a shell that exits at once: when a worker ends, Ray kills its
-# children, but not the children of its children.
-KEEPER = f"""
-exec 3<&0
-(
-    read -r _ <&3
-    daemon=$(cat "$CUDA_MPS_PIPE_DIRECTORY/{CONTROL}.pid")
-    echo quit -t 5 | timeout 20 {CONTROL} || {{ pkill -9 -P "$daemon"; kill -9 "$daemon"; }}
-    rm -rf "$1"
-) >/dev/null 2>&1 &
-"""
+KEEPER = Path(__file__).with_name("mps_keeper.sh")
 
 
 class MpsDaemon:
@@ -50,7 +39,7 @@ class MpsDaemon:
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._full_environment = others | self.environment
         watched, self._held = os.pipe()
-        keeper = ["sh", "-c", KEEPER, "sh", str(folder)]
+        keeper = ["sh", str(KEEPER), str(folder)]
         subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
         os.close(watched)
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import first_few
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import State
+from rolepool.metrics.sampling import once_per_second
 from rolepool.placement.roles import OPERATIONS
 
-INTERVAL_S = 1.0
 MIN_LIMIT_S = 60.0
 LIMIT_FACTOR = 5
 FIRST_LIMIT_S = 600.0
@@ -41,24 +40,6 @@ WAITS = re.compile("distributed_c10d|_functional_collectives")
 """In the stacks of a process that is inside a collective."""
 MAX_NAMED = 4
 ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
-
-
-def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
-    """Call `look` once per second, in a thread. Returns a function that ends the thread."""
-    stopped = threading.Event()
-
-    def run() -> None:
-        while not stopped.wait(INTERVAL_S):
-            look()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        stopped.set()
-        thread.join()
-
-    return stop
 
 
 def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:

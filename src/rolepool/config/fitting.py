@@ -16,16 +16,21 @@ HIDDEN = ("", "-1", "NoDevFiles")
 """Entries of CUDA_VISIBLE_DEVICES that are no GPU."""
 
 
-def num_gpus() -> int:
-    """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+def gpu_memories() -> list[int]:
+    """The bytes of memory of each GPU of this machine, in the order of their numbers."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
     except pynvml.NVMLError:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return []
+
+
+def num_gpus() -> int:
+    """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, sum(name.strip() not in HIDDEN for name in visible.split(",")))
 
 

@@ -43,22 +43,20 @@ def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
     own = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(own, dict)
     listed = own.pop("defaults", [])
-    merged: Any = OmegaConf.create()
-    for name, section in _entries(listed):
-        if name == "_self_":
-            merged = OmegaConf.merge(merged, own)
-            continue
+    parts: list[Any] = []
+    for name, section in _entries(listed if "_self_" in listed else [*listed, "_self_"]):
         candidates = [root / f"{name}.yaml" for root in [folder, *roots]]
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if path is None and name in OWN_NAMES:
-            continue
-        if path is None:
+        if name == "_self_":
+            parts.append(own)
+        elif path is not None:
+            part = _compose(OmegaConf.load(path), path.parent, roots)
+            for step in reversed(section.split(".") if section else []):
+                part = OmegaConf.create({step: part})
+            parts.append(part)
+        elif name not in OWN_NAMES:
             raise ConfigError(f"defaults: {name}.yaml is not in {folder}; add it, or remove it from the list")
-        part = _compose(OmegaConf.load(path), path.parent, roots)
-        for step in reversed(section.split(".") if section else []):
-            part = OmegaConf.create({step: part})
-        merged = OmegaConf.merge(merged, part)
-    return merged if "_self_" in listed else OmegaConf.merge(merged, own)
+    return OmegaConf.merge(*parts)
 
 
 def _entries(listed: list[Any]) -> Iterator[tuple[str, str]]:

@@ -128,7 +128,7 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
             elif path not in all_sections() and find_other(path) is not None:
                 others[path] = value
             else:
-                problems.append(_problem_with(path, value))
+                problems.append(f"{path}={show(value)}: {unknown_key(path)}")
     for path in [path for path, value in leaves.items() if value == "???"]:
         del leaves[path]
         problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
@@ -164,7 +164,10 @@ def show(value: Any) -> str:
 
 
 def unknown_key(path: str) -> str:
-    """The message for a key that does not exist, with the key that the user most likely means if there is one."""
+    """Why this name cannot be set, and the keys of the section, or the key that the user most likely means."""
+    if path in all_sections():
+        examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
+        return f"is a section; set one of its keys, such as {examples}"
     section, _, leaf = path.rpartition(".")
     without_dots = path.replace(".", "")
     likely: list[tuple[float, str]] = []
@@ -262,14 +265,6 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{path}.")
         else:
             yield path, value
-
-
-def _problem_with(path: str, value: Any) -> str:
-    """Why this name cannot be set."""
-    if path in all_sections():
-        examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
-        return f"{path}={show(value)}: is a section; set one of its keys, such as {examples}"
-    return f"{path}={show(value)}: {unknown_key(path)}"
 
 
 def _usual(path: str, value: Any) -> Any:

@@ -10,15 +10,19 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from rolepool.errors import RolepoolError, first_few, one_line
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings in which a position's angles do not depend on the longest sequence of the batch."""
+
+
+NUM_EXPERTS = AliasChoices("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ShapeUnknown(RolepoolError, ValueError):
@@ -85,35 +89,34 @@ def _nearest_folder(missing: Path) -> str:
 def num_positions(content: Mapping[str, Any]) -> int:
     """Most tokens in a sequence of a model with this config.json: its own number, or what its rotary embeddings are
     scaled to. Raises ValueError or TypeError if the file does not say."""
-    written = entry_of(content, "max_position_embeddings", "n_positions")
+    written = content.get("max_position_embeddings") or content.get("n_positions")
+    if type(written) is not int or not 0 < written < 2**31:
+        raise ValueError(f"max_position_embeddings={written} must be an integer over 0")
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     scaled = rope.get("original_max_position_embeddings", written) * rope.get("factor", 1)
     return max(written, int(scaled))
 
 
-def entry_of(content: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of the entries that is not missing, null or 0; models use all three for "there are none"."""
-    name, value = next(((name, content[name]) for name in names if content.get(name)), (names[-1], default))
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ValueError(f"{name}={value} must be an integer over 0")
-    return value
+Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM."""
+class ModelShape(BaseModel):
+    """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM. The aliases are the
+    names of the entries in config.json."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tied_embeddings: bool
-    attention_bias: bool
-    num_experts: int = 1
-    num_active_experts: int = 1
+    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
+
+    hidden_size: Size
+    num_layers: Size = Field(alias="num_hidden_layers")
+    num_heads: Size = Field(alias="num_attention_heads")
+    num_kv_heads: Size = Field(alias="num_key_value_heads", default_factory=lambda shape: shape["num_heads"])
+    head_dim: Size = Field(default_factory=lambda shape: shape["hidden_size"] // shape["num_heads"])
+    intermediate_size: Size = Field(validation_alias=AliasChoices("moe_intermediate_size", "intermediate_size"))
+    vocab_size: Size
+    tied_embeddings: bool = Field(alias="tie_word_embeddings", default=False)
+    attention_bias: bool = False
+    num_experts: Size = Field(validation_alias=NUM_EXPERTS, default=1)
+    num_active_experts: Size = Field(alias="num_experts_per_tok", default=1)
 
     @property
     def attention_width(self) -> int:
@@ -152,23 +155,14 @@ class ModelShape:
 def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of the model at a path, with entries of its config.json replaced. Raises ShapeUnknown."""
     content = read_model_file(path, overrides)
-    try:
-        hidden_size, num_heads = entry_of(content, "hidden_size"), entry_of(content, "num_attention_heads")
-        return ModelShape(
-            hidden_size=hidden_size,
-            num_layers=entry_of(content, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=entry_of(content, "num_key_value_heads", default=num_heads),
-            head_dim=entry_of(content, "head_dim", default=hidden_size // num_heads),
-            intermediate_size=entry_of(content, "moe_intermediate_size", "intermediate_size"),
-            vocab_size=entry_of(content, "vocab_size"),
-            tied_embeddings=bool(content.get("tie_word_embeddings", False)),
-            attention_bias=bool(content.get("attention_bias", content.get("model_type") == "qwen2")),
-            num_experts=entry_of(content, "num_experts", "num_local_experts", "n_routed_experts", default=1),
-            num_active_experts=entry_of(content, "num_experts_per_tok", default=1),
-        )
-    except ValueError as error:
-        raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({error})") from error
+    content.setdefault("attention_bias", content.get("model_type") == "qwen2")
+    try:  # models write null or 0 for "there are none"
+        return ModelShape.model_validate({name: value for name, value in content.items() if value})
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        value = None if wrong["type"] == "missing" else wrong["input"]
+        reason = f"{wrong['loc'][0]}={value} must be an integer over 0"
+        raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({reason})") from error
 
 
 def why_not_native(content: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,8 @@ Owns the formats, which columns of a row mean what, and a check of all files tha
 import json
 import re
 from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -34,20 +36,11 @@ class BadRow(DataError):
         self.kind = kind
 
 
-class ProblemKinds:
-    """Bad rows, grouped by the kind of their problem."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, tuple[str, int]] = {}
-
-    def add(self, error: BadRow) -> None:
-        first, count = self._kinds.get(error.kind, (str(error), 0))
-        self._kinds[error.kind] = first, count + 1
-
-    def lines(self, num_rows: int) -> list[str]:
-        """One line for each kind: its first row, and in how many of the rows it occurs."""
-        more = " ({} of {} rows have this problem)"
-        return [first + (more.format(count, num_rows) if count > 1 else "") for first, count in self._kinds.values()]
+def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
+    """One line for each kind of problem: its first row, and in how many of the rows it occurs."""
+    first_rows = {problem.kind: problem for problem in reversed(problems)}
+    for kind, count in Counter(problem.kind for problem in problems).items():
+        yield f"{first_rows[kind]}" + (f" ({count} of {num_rows} rows have this problem)" if count > 1 else "")
 
 
 def find_problems(config: Config) -> list[str]:

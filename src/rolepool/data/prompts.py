@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolepool.config import Config, show
-from rolepool.data.files import BadRow, ProblemKinds, Row, check_row, open_rows, used_columns
+from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto
 
@@ -106,22 +106,22 @@ class PromptSet:
         digest of all tokens. Raises DataError with one line for each kind of problem."""
         lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)
-        problems = ProblemKinds()
+        problems: list[BadRow] = []
         for start in range(0, num_rows, _CHUNK_ROWS):
             rows: list[Row] = []
             for number in range(start, min(start + _CHUNK_ROWS, num_rows)):
                 try:
                     rows.append(self._with_text(self._parse(number, check=True)))
                 except BadRow as error:
-                    problems.add(error)
+                    problems.append(BadRow(str(error), error.kind))  # without its traceback
             for row, ids in zip(rows, tokenize(self._tokenizer, rows), strict=True):
                 lengths.append(len(ids))
                 digest.update(array("q", [len(ids), *ids]).tobytes())
                 self._token_ids.extend(truncate(ids, self._data.max_prompt_length, self._data.truncation))
                 if not ids:
                     reason = f"{self._data.prompt_key} has no tokens; write at least one"
-                    problems.add(BadRow(f"{row['origin']}: {reason}", "no tokens"))
-        DataError.raise_if_any(problems.lines(num_rows))
+                    problems.append(BadRow(f"{row['origin']}: {reason}", "no tokens"))
+        DataError.raise_if_any(lines_by_kind(problems, num_rows))
         return np.array(lengths, dtype=np.int64), digest.hexdigest()
 
     def _choose(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.intp]]:

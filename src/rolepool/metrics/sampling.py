@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
@@ -15,6 +15,24 @@ from typing_extensions import TypedDict
 INTERVAL_S = 1.0
 MAX_SAMPLES = 3600
 """How many samples a monitor keeps (one hour) until it is asked for them; older ones are dropped."""
+
+
+def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
+    """Call `look` once per second, in a thread. Returns a function that ends the thread."""
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(INTERVAL_S):
+            look()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        stopped.set()
+        thread.join()
+
+    return stop
 
 
 class GpuSample(TypedDict):
@@ -63,7 +81,7 @@ class NodeMonitor:
         self._node = node
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self.watch(watched, roles)
-        threading.Thread(target=self._run, daemon=True).start()
+        once_per_second(lambda: self._samples.append(self.sample()))
 
     def watch(self, watched: Sequence[Watched], roles: Mapping[str, list[str]]) -> None:
         """Sample these processes from now on."""
@@ -79,13 +97,6 @@ class NodeMonitor:
     def take(self) -> list[dict[str, Any]]:
         """The samples since the last call, each with the fields of `Sample`."""
         return [self._samples.popleft() for _ in range(len(self._samples))]
-
-    def _run(self) -> None:
-        due_s = time.monotonic()
-        while True:
-            due_s += INTERVAL_S
-            time.sleep(max(0.0, due_s - time.monotonic()))
-            self._samples.append(self.sample())
 
     def sample(self) -> dict[str, Any]:
         """What the GPUs use now, and the processes that are still running."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolepool.config import Config
+from rolepool.config.fitting import gpu_memories
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of
@@ -57,14 +58,7 @@ def parse_memory(text: str) -> int:
 
 def detect_gpu_memory() -> int | None:
     """Memory of the smallest GPU of this machine; None if it has no GPU."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles), default=None)
-    except pynvml.NVMLError:
-        return None
+    return min(gpu_memories(), default=None)
 
 
 # Pools

@@ -28,17 +28,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
-
-WORK_KEYS = {
-    "actor_rollout_ref.model": ("path", "override_config"),
-    "critic": ("model.path", "ppo_mini_batch_size", "ppo_epochs"),
-    "reward_model": ("enable", "model.path"),
-    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
-    "actor_rollout_ref.rollout": ("n",),
-    "actor_rollout_ref.actor": ("use_kl_loss", "ppo_mini_batch_size", "ppo_epochs"),
-    "algorithm": ("adv_estimator", "use_kl_in_reward"),
-}
-"""The keys that define the work of a step, by section. Other keys, such as placement and micro-batches, may differ."""
+from rolepool.report.tables import TABLES
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
@@ -84,7 +74,7 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
 def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
-    for key in (f"{section}.{name}" for section, names in WORK_KEYS.items() for name in names):
+    for key in TABLES.work_keys:
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
@@ -223,13 +213,12 @@ def with_unit(measure: str, value: float) -> str:
     return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
 
 
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
-    """Write `comparison.html`: headlines, a typical step of each run, the mean times of operations, and the table."""
-    folder.mkdir(parents=True, exist_ok=True)
+def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+    """The page: headlines, a typical step of each run, the mean times of operations, and the table."""
     means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
     operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
     groups = groupby(lines, key=lambda line: line.measure)
-    text = TEMPLATES.get_template("comparison.html").render(
+    return TEMPLATES.get_template("comparison.html").render(
         headlines=[*headlines(runs, lines)],
         steps=typical_steps(runs),
         means=means,
@@ -237,7 +226,12 @@ def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Pat
         measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
         duration=duration,
     )
-    return write_atomically(folder / "comparison.html", [text])
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+    """Write the page as `comparison.html` in a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_atomically(folder / "comparison.html", [render_comparison(runs, lines)])
 
 
 def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:

@@ -1,8 +1,8 @@
 """Findings: what a run's numbers mean, in plain words, and which key to change.
 
 Owns the averages over the steps of a run (where each pool's time went, and the critical path), which are also on the
-page, and the thresholds above which something is reported. Every finding includes the numbers it is based on. Also owns
-the sign of other programs on the machine, which `compare` asks for.
+page, and the thresholds above which something is reported. Every finding includes the numbers it is based on; its text
+is in `tables.yaml`. Also owns the sign of other programs on the machine, which `compare` asks for.
 """
 
 from bisect import bisect_left
@@ -10,29 +10,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
-from typing import NamedTuple
+from string import Formatter
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError, one_line
-from rolepool.metrics.sampling import Sample
-from rolepool.metrics.spans import (
-    BETWEEN_STEPS,
-    DRIVER,
-    RULE_POOL,
-    Recorded,
-    Timeline,
-    critical_path,
-    lanes,
-    step_bounds,
-    step_metrics,
-)
+from rolepool.metrics.sampling import pool_use
+from rolepool.metrics.spans import BETWEEN_STEPS, Recorded, Timeline, critical_path, lanes, step_bounds, step_metrics
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
+from rolepool.placement.plan import DRIVER, RULE_POOL
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
 from rolepool.report.run import Run, value_at
+from rolepool.report.tables import TABLES
 
 MAX_STEPS = 200
 """Steps over which averages are computed."""
@@ -79,7 +72,8 @@ class Finding(NamedTuple):
 class Period(NamedTuple):
     """Consecutive steps: their median duration, median seconds per token, and utilization (%) while ranks are busy."""
 
-    steps: list[int]
+    first: int
+    last: int
     step_s: float
     token_s: float
     use: float
@@ -153,13 +147,25 @@ def find(run: Run, summary: Summary, grouped: SpansByStep) -> list[Finding]:
         return []
     found = [*_one_pool(run, summary, grouped), *_idle_pool(run, summary, grouped), *_imbalance(run, summary)]
     found += [*_hand_overs(run, summary), *_memory(run)]
-    saved_s, step_s = summary.saved_s, summary.step_s
-    if saved_s > SAVED * step_s:
-        text = f"Pools that worked at the same time saved {duration(saved_s)} per step; a step took {duration(step_s)}."
-        found.append(Finding(text, {"saved_s": saved_s, "step_s": step_s}))
+    if summary.saved_s > SAVED * summary.step_s:
+        found.append(_finding("saved", {"saved_s": summary.saved_s, "step_s": summary.step_s}))
     found.sort(key=lambda finding: -finding.gain_s)
     disturbed = outside_load(run)
-    return [Finding(disturbed, {"step_s": step_s}), *found] if disturbed else found
+    return [Finding(disturbed, {"step_s": summary.step_s}), *found] if disturbed else found
+
+
+class Texts(Formatter):
+    """Fills in the texts of `tables.yaml`."""
+
+    def format_field(self, value: Any, form: str) -> Any:
+        return duration(value) if form == "duration" else super().format_field(value, form)
+
+
+def _finding(kind: str, numbers: dict[str, float], *overrides: str, gain_s: float = 0.0, **more: Any) -> Finding:
+    """A finding whose text contains these numbers, and more. `problem` says which other change is needed as well."""
+    kinds = [kind, "another_change"] if more.get("problem") else [kind]
+    text = " ".join(Texts().format(TABLES.findings[one], **numbers, **more) for one in kinds)
+    return Finding(text, numbers, overrides, gain_s)
 
 
 def duration(seconds: float) -> str:
@@ -185,10 +191,8 @@ def outside_load(run: Run) -> str | None:
     fast, slow = (choose(periods, key=lambda period: period.token_s) for choose in (min, max))
     if slow.token_s < SLOWER * fast.token_s or slow.use > LESS_USE * fast.use:
         return None
-    text = f"Outside load: steps {slow.steps[0]} to {slow.steps[-1]} took {duration(slow.step_s)} each, "
-    text += f"{slow.token_s / fast.token_s:.1f} times as long per token as steps {fast.steps[0]} to {fast.steps[-1]}, "
-    text += f"while utilization fell from {fast.use:.0f}% to {slow.use:.0f}%. Other programs used the machine; this is "
-    return text + "not a property of the run. Repeat the run on an idle machine before you compare its times."
+    factor = slow.token_s / fast.token_s
+    return Texts().format(TABLES.findings["outside_load"], slow=slow, fast=fast, factor=factor)
 
 
 def _periods(run: Run) -> list[Period]:
@@ -208,18 +212,14 @@ def _periods(run: Run) -> list[Period]:
         lengths_s = [bounds[step][1] - bounds[step][0] for step in chosen]
         tokens = [run.metrics.get(step, {}).get("perf/total_num_tokens", 1.0) for step in chosen]
         ranges = [[bisect_left(times_s, time_s) for time_s in bounds[step]] for step in chosen]
-        percents = [percent for first, last in ranges for each in samples[first:last] for percent in _percents(each)]
+        uses = [pool_use(sample) for first, last in ranges for sample in samples[first:last]]
+        percents = [percent for use in uses for pool, (percent, _) in use.items() if pool != RULE_POOL]
         busy = sum(busy_s[step] for step in chosen)
         if percents and busy and min(*tokens, *lengths_s) > 0:
             token_s = median(length_s / number for length_s, number in zip(lengths_s, tokens, strict=True))
-            periods.append(Period(chosen, median(lengths_s), token_s, fmean(percents) * sum(lengths_s) / busy))
+            busy_percent = fmean(percents) * sum(lengths_s) / busy
+            periods.append(Period(chosen[0], chosen[-1], median(lengths_s), token_s, busy_percent))
     return periods
-
-
-def _percents(sample: Sample) -> list[float]:
-    """The utilization of each GPU, or of each process of a pool if there is no GPU."""
-    of_processes = [one["cpu_percent"] for one in sample["processes"] if one["pool"] != RULE_POOL]
-    return [gpu["utilization"] for gpu in sample["gpus"]] or of_processes
 
 
 # Findings about the placement
@@ -241,19 +241,16 @@ def _one_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Find
     gain_s = summary.step_s - same_s
     if gain_s <= SAVED * summary.step_s:
         return
-    text = "All roles are in one pool, so operations ran one after another. In two pools a step would take "
-    text += f"{duration(same_s)} instead of {duration(summary.step_s)} if operations "
-    if ranks > 1:
-        sizes = " and ".join(str(pool.world_size) for pool in plan.pools.values())
-        limit = 1 + gain_s / max(scaled_s - same_s, gain_s / ranks)
-        text += f"took as long on {sizes} {run.unit}s as on {ranks}, and {duration(scaled_s)} if they took twice as "
-        text += f"long on half of them. Two pools are faster if that factor is below {limit:.2g}"
-    else:
-        text += f"that share the {run.unit} took as long as each alone. Nothing is gained if one of them uses all of it"
-    text += " (an estimate: the recorded calls, replayed in two pools)."
-    text += f" Another change is needed as well: {problem}." if problem else ""
-    override = "placement.strategy=split" + ("" if ranks > 1 else " placement.split.share=0.5")
-    yield Finding(text, {"step_s": summary.step_s, "estimated_step_s": same_s}, (override,), gain_s)
+    numbers = {"step_s": summary.step_s, "estimated_step_s": same_s}
+    words = {"unit": run.unit, "problem": problem}
+    if ranks == 1:
+        override = "placement.strategy=split placement.split.share=0.5"
+        yield _finding("one_pool_of_one_rank", numbers, override, gain_s=gain_s, **words)
+        return
+    sizes = " and ".join(str(pool.world_size) for pool in plan.pools.values())
+    limit = 1 + gain_s / max(scaled_s - same_s, gain_s / ranks)
+    more = {"ranks": ranks, "sizes": sizes, "scaled_s": scaled_s, "limit": limit, **words}
+    yield _finding("one_pool_of_ranks", numbers, "placement.strategy=split", gain_s=gain_s, **more)
 
 
 def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
@@ -266,7 +263,7 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
     name, idle = max(idle_fractions.items(), key=lambda item: item[1], default=("", 0.0))
     if run.plan is None or len(idle_fractions) < 2 or idle < IDLE:
         return
-    observation, numbers = f"{name} was idle {idle:.0%} of the time", {"idle_fraction": idle, "step_s": summary.step_s}
+    numbers, words = {"idle_fraction": idle, "step_s": summary.step_s}, {"pool": name, "unit": run.unit}
     now_s = replayed_step_s(grouped, {}) or 0.0
     then_s = {split: replayed_step_s(grouped, scales) or now_s for split, scales in _other_splits(run.plan)}
     shorter = [split for split in then_s if then_s[split] < now_s * (1 - SAVED)]
@@ -274,27 +271,22 @@ def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Fin
         # A split that needs no other change is better than one that does.
         problems = {split: _split_plan(run, dict([split]))[1] for split in shorter}
         best = min(shorter, key=lambda split: (bool(problems[split]), then_s[split]))
-        problem, estimate_s = problems[best], then_s[best] / now_s * summary.step_s
-        override = f"placement.split.{best[0]}={best[1]}"
-        text = f"{observation}. With {override} a step would take about {duration(estimate_s)} instead of "
-        text += f"{duration(summary.step_s)} (an estimate: the measured spans, scaled linearly)."
-        text += f" Another change is needed as well: {problem}." if problem else ""
-        numbers["estimated_step_s"] = estimate_s
-        yield Finding(text, numbers, (override,), summary.step_s - estimate_s)
+        numbers["estimated_step_s"] = then_s[best] / now_s * summary.step_s
+        words |= {"override": f"placement.split.{best[0]}={best[1]}", "problem": problems[best]}
+        gain_s = summary.step_s - numbers["estimated_step_s"]
+        yield _finding("other_split", numbers, words["override"], gain_s=gain_s, **words)
         return
     # If all ranks are used all the time and operations scale linearly, the idle ranks' time is gained.
     sizes = {pool: run.plan.pools[pool].world_size for pool in idle_fractions}
     gain_s = sum(idle_fractions[pool] * sizes[pool] for pool in sizes) / sum(sizes.values()) * summary.step_s
     if run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
-        text = f"{observation}, and no other split of these {run.unit}s makes a step shorter (an estimate: the "
-        text += f"measured spans, scaled linearly). One pool for all roles leaves no {run.unit} idle; pools that share "
-        text += f"{run.unit}s use each other's gaps."
-        yield Finding(text, numbers, ("placement.strategy=standard", "placement.split.share=0.5"), gain_s)
+        overrides = ["placement.strategy=standard", "placement.split.share=0.5"]
+        yield _finding("no_other_split", numbers, *overrides, gain_s=gain_s, **words)
     else:
         smaller = [max(1, number // 2) for number in run.plan.pools[name].per_node]
         override = f"placement.pools.{name}={smaller}".replace(" ", "")
-        text = f"{observation}: give it fewer {run.unit}s or one more role."
-        yield Finding(text, numbers, (override,) if sizes[name] > sum(smaller) else (), gain_s)
+        overrides = [override] if sizes[name] > sum(smaller) else []
+        yield _finding("idle_pool", numbers, *overrides, gain_s=gain_s, **words)
 
 
 def _other_splits(plan: Plan) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
@@ -354,11 +346,11 @@ def _imbalance(run: Run, summary: Summary) -> Iterator[Finding]:
                 balancing = ("trainer.balance_batch", batched.micro_batch.by_tokens)
                 unset = [f"{name}=true" for name in balancing if value_at(run.config, name) is False]
                 override = [*unset, _scaled(run, "data.train_batch_size", 2)][0]
-            text = f"In {operation} the other {f'{others} ranks' if others > 1 else 'rank'} of {pool} waited "
-            text += f"{duration(waited_s)} per step ({waited_s / summary.step_s:.0%}) for the slowest rank."
+            words = {"operation": operation, "others": f"{others} ranks" if others > 1 else "rank", "pool": pool}
             # Equal ranks would end together at their mean, which shortens the step if it waits for this operation.
             gain_s = min(mean_s, summary.path_s.get((pool, operation), 0.0))
-            yield Finding(text, {"waited_s": waited_s, "step_s": summary.step_s}, (override,), gain_s)
+            numbers = {"waited_s": waited_s, "step_s": summary.step_s}
+            yield _finding("imbalance", numbers, override, gain_s=gain_s, share=waited_s / summary.step_s, **words)
 
 
 def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
@@ -366,12 +358,10 @@ def _hand_overs(run: Run, summary: Summary) -> Iterator[Finding]:
     driver_s = sum(seconds for (pool, _), seconds in summary.path_s.items() if pool == DRIVER)
     share = (handed_s + driver_s) / summary.step_s if summary.step_s else 0.0
     if share > HAND_OVER:
-        text = f"{share:.0%} of a step's critical path is not work in a pool, but the driver ({duration(driver_s)}) "
-        text += f"and hand-overs between calls ({duration(handed_s)}). Twice as large batches halve it per token."
         numbers = {"share": share, "driver_s": driver_s, "hand_over_s": handed_s, "step_s": summary.step_s}
         keys = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
         override = " ".join(_scaled(run, key, 2) for key in keys)
-        yield Finding(text, numbers, (override,), (handed_s + driver_s) / 2)
+        yield _finding("hand_overs", numbers, override, gain_s=(handed_s + driver_s) / 2)
 
 
 def _memory(run: Run) -> Iterator[Finding]:
@@ -393,10 +383,9 @@ def _memory(run: Run) -> Iterator[Finding]:
             sizes_of = spec.batched[-1][1]
             key = sizes_of.tokens if value_at(run.config, sizes_of.by_tokens) else sizes_of.rows
         is_chosen = bool(key) and value_at(run.config, key) is None  # the largest size that fits
-        text = f"{name} used at most {used:.1f} of {total:.1f} GiB of a GPU ({left:.0%} was free): "
         numbers = {"used_gib": used, "total_gib": total}
         if left < LITTLE_MEMORY_LEFT:
-            text += "a longer batch may not fit; use smaller micro-batches."
-            yield Finding(text, numbers, (f"{key}=1" if is_chosen else _scaled(run, key, 0.5),))
+            override = f"{key}=1" if is_chosen else _scaled(run, key, 0.5)
+            yield _finding("little_memory_left", numbers, override, pool=name, left=left)
         elif not is_chosen:
-            yield Finding(f"{text}larger micro-batches would be faster.", numbers, (_scaled(run, key, 2),))
+            yield _finding("much_memory_left", numbers, _scaled(run, key, 2), pool=name, left=left)

@@ -19,28 +19,16 @@ from typing import TYPE_CHECKING, Any
 from rolepool.files import atomic_path
 from rolepool.placement.roles import OPERATIONS
 from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
+from rolepool.report.tables import TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 
-SERIES_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
-"""Colours of other lines (runs, pools, GPUs), used in this order and then repeated."""
-
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++")
-"""Patterns that tell runs apart if colours already tell operations apart."""
-
 PARTS_OF_GEN = ("generate_sequences", "reshard")
 """Timings in verl's logs that are part of the operation `gen`."""
 
 REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
-UNITS = {
-    REWARD: "mean reward",
-    THROUGHPUT: "tokens/s per GPU",
-    "perf/time_per_step": "s",
-    "perf/total_num_tokens": "tokens per step",
-}
-"""Metrics of the plots `overview` and `throughput`."""
 LEGEND_WIDTH = 20
 """Letters of a line in a legend; longer names have several lines."""
 
@@ -52,8 +40,8 @@ def in_step_order(operations: Iterable[str]) -> list[str]:
 
 
 def colors_for(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: the operation's own colour, or the next of `SERIES_COLORS`."""
-    others = cycle(SERIES_COLORS)
+    """A colour for each name: the operation's own colour, or the next of `series_colors`."""
+    others = cycle(TABLES.series_colors)
     return {name: OPERATIONS[name].color if name in OPERATIONS else next(others) for name in names}
 
 
@@ -86,7 +74,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             "overview": _overview(logs),
             "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
             "time_per_token": _small_multiples(logs, dict.fromkeys(tokens, "ms per token")),
-            "throughput": _small_multiples(logs, {key: UNITS[key] for key in UNITS if key != REWARD}),
+            "throughput": _small_multiples(logs, {key: unit for key, unit in TABLES.units.items() if key != REWARD}),
             "memory": _small_multiples(logs, dict.fromkeys(memory, "GiB")),
         }
         if timings and len(logs) > 1:
@@ -151,7 +139,7 @@ def _overview(logs: Mapping[str, MetricsByStep]) -> Figure | None:
                 axes.sharey(all_axes[timed[0]])
             _stack(axes, panel, logs[panel], operations)
         else:
-            _lines(axes, logs, panel, UNITS[panel])
+            _lines(axes, logs, panel, TABLES.units[panel])
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
     return figure
 
@@ -182,7 +170,7 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
 
 def _lines(axes: Axes, logs: Mapping[str, MetricsByStep], key: str, unit: str, title_width: int = 80) -> None:
     """A metric over steps, with a line for each log. The axis begins at zero, or below if there are negative values."""
-    for color, (log, metrics) in zip(cycle(SERIES_COLORS), logs.items(), strict=False):
+    for color, (log, metrics) in zip(cycle(TABLES.series_colors), logs.items(), strict=False):
         found = finite_values(metrics, key)
         label, marker = fill(log, LEGEND_WIDTH), "." if len(found) < 40 else ""
         axes.plot(list(found), list(found.values()), color=color, linewidth=1.4, marker=marker, label=label)
@@ -221,7 +209,7 @@ def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
     for index, (run, means) in enumerate(times.items()):
         names = [name for name in operations if name in means]
         places = [operations.index(name) + (index - (len(times) - 1) / 2) * width for name in names]
-        look: dict[str, Any] = {"hatch": HATCHES[index % len(HATCHES)], "edgecolor": "white"}
+        look: dict[str, Any] = {"hatch": TABLES.hatches[index % len(TABLES.hatches)], "edgecolor": "white"}
         heights = [means[name] for name in names]
         bars = axes.bar(places, heights, width * 0.94, color=[colors[name] for name in names], linewidth=0, **look)
         if index:

@@ -8,7 +8,6 @@ reads only the end of long spans, and what was read is kept until a file changes
 import os
 import re
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -142,14 +141,13 @@ def report_page(server: "Server", query: dict[str, list[str]]) -> str:
 
 
 def comparison_page(server: "Server", query: dict[str, list[str]]) -> str:
-    with server.busy, tempfile.TemporaryDirectory() as output:
+    with server.busy:
         runs = comparison.read_runs([*server.chosen(query).values()])
         if len(runs) < 2:
             raise ConfigError(f"{', '.join(runs)}: choose at least two runs")
         if "force" not in query:
             comparison.check_same_work(runs)
-        file = comparison.write_comparison(runs, comparison.compare(runs), Path(output))
-        return _with_bar(file.read_text(encoding="utf-8"))
+        return _with_bar(comparison.render_comparison(runs, comparison.compare(runs)))
 
 
 def _with_bar(page: str, **values: Any) -> str:

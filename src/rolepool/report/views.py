@@ -22,20 +22,12 @@ from rolepool.report.compare import measured_steps
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
 from rolepool.report.plots import colors_for, in_step_order, mean_times, timed_operations
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_of, value_at
+from rolepool.report.tables import TABLES
 
 MAX_POINTS = 500
 MAX_SPANS = 10_000
 MAX_STEPS_SHOWN = 12
 """Steps on the timeline of a run that has more than `MAX_SPANS` spans."""
-
-CURVES = {
-    "Reward": ("critic/score/mean", "critic/rewards/mean", "val-core/*"),
-    "KL": ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"),
-    "Response length (tokens)": ("response_length/mean", "response_length/max"),
-    "Loss": ("actor/pg_loss", "critic/vf_loss"),
-    "Entropy": ("actor/entropy",),
-    "Tokens per second and GPU": ("perf/throughput",),
-}
 
 USAGE = ("Utilization (%), mean of the pool's ranks", "Memory (GiB), maximum of the pool's ranks")
 
@@ -121,7 +113,7 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
 
 def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
     names = metric_names(metrics)
-    for title, patterns in CURVES.items():
+    for title, patterns in TABLES.curves.items():
         shown = [name for name in names if not name.endswith("/std")]
         wanted = [name for pattern in patterns for name in shown if fnmatchcase(name, pattern)]
         if wanted:
