@@ -262,8 +262,9 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
 
     from rolepool.report.predicted import Request, as_table, plot_scaling, why_best
     from rolepool.terminal import Terminal
+    from rolepool.trainer.paper import schedule_of
 
-    request = Request.parse(options)
+    request = Request.parse(options, schedule_of)
     terminal = Terminal(width=request.TABLE_WIDTH)
     problems: list[str] = []
     if options.scaling:

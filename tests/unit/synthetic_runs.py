@@ -15,6 +15,7 @@ from rolepool.config import LoadedConfig, load_config
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import Plan, build_plan
+from rolepool.trainer.paper import schedule_of
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together
     "gen": 4.0,
@@ -63,7 +64,7 @@ def write_run(
     for number, spans in steps.items():
         plan = _plan_of(plans, number)
         if number in plans:
-            run.add_plan(number, plan)
+            run.add_plan(number, plan, schedule_of(loaded.config))
         if number in plans and number > 1:
             what = f"{_plan_of(plans, number - 1).in_words} -> {plan.in_words}"
             run.add_move(number, what, MOVE_S, list(plan.pools))

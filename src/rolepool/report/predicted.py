@@ -19,13 +19,12 @@ from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.placement.strategies import build_plan
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
 from rolepool.planner.search import Objective, search
 from rolepool.report.compare import overrides_of
 from rolepool.report.plots import new_figure, style
 from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
-from rolepool.trainer.paper import schedule_of
 
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
@@ -99,7 +98,7 @@ class Request:
     measured: Sequence[Recording]
 
     @classmethod
-    def parse(cls, options: Namespace) -> Self:
+    def parse(cls, options: Namespace, schedule_of: ScheduleOf) -> Self:
         recordings = read_recordings(options.runs, options.gpus)
         if options.gpus is not None and options.inventory is not None:
             raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
