@@ -169,6 +169,8 @@ class Predictor:
                 raise ConfigError(
                     f"{key}={config.at(key)}: the profile has measured only {sizes}; record a run with it"
                 )
+        if not any(rows.live for rows in self.profile.rows.values()):
+            notes.append("the work in each operation (micro-batches, decode steps, tokens), which is assumed instead")
         most = max(pool.world_size for one in recordings for pool in one.plan.pools.values())
         if most == 1 and any(pool.world_size > 1 for pool in plan.pools.values()):
             notes.append("the profile has pools of one rank only, so collectives were not measured")
