@@ -170,7 +170,8 @@ def _parts(operation: str, duration_s: float, num_ranks: int) -> tuple[Part, ...
         return fetch, prefill, Part("decode", 0.8 * duration_s, 63, 63 * num_rows, 63 * 64 * num_rows)
     if operation in ("reward", "update_weights"):
         return (fetch,)
-    return fetch, Part("forward", 0.9 * duration_s, max(1, num_rows // 4), 96 * num_rows, 96 * 96 * num_rows)
+    num_batches = 2 if operation.startswith("update_") else 1
+    return fetch, Part("forward", 0.9 * duration_s, num_batches, 96 * num_rows, 96 * 96 * num_rows)
 
 
 def _all(spans: Mapping[str, list[Span]]) -> list[Span]:

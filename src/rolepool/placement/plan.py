@@ -217,6 +217,11 @@ class Plan(BaseModel):
         return " and ".join(f"{name} {[*pool.per_node]}{shares.get(name, '')}" for name, pool in self.pools.items())
 
     @property
+    def sizes_in_words(self) -> str:
+        """The pools and the number of their processes, which stays short on many nodes."""
+        return ", ".join(f"{name} [{pool.world_size}]" for name, pool in self.pools.items())
+
+    @property
     def sharing_pools(self) -> list[str]:
         """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]

@@ -5,6 +5,7 @@ Owns reading profiles, and how predictions are shown. `rolepool.planner` predict
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -87,6 +88,22 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
                 spans.append(Recorded(step, name, span._replace(num_rows=num_rows, num_tokens=tokens)))
                 now += seconds
         yield Recording(config, plan, spans)
+
+
+def other_placements(run: Run) -> list[Prediction]:
+    """The placement of a run, and the best other ones on the same GPUs, predicted from the run itself. Empty if that is
+    not possible: an older version recorded no schedule, and pools that share GPUs slow each other down."""
+    schedule = run.plans[-1].schedule if run.plans else None
+    if schedule is None or run.plans[-1].plan.sharing_pools:
+        return []
+    gpus = [gpu for sample in run.monitor for gpu in sample["gpus"]]
+    memory = min((gpu["memory_total_bytes"] for gpu in gpus if gpu.get("memory_total_bytes")), default=None)
+    with suppress(RolepoolError, LookupError):  # a run with extensions has roles and operations that are not known here
+        config, plan, _ = recording = recordings_of(run)[-1]
+        predictor = Predictor(Profile([recording]), lambda _: schedule, gpu_memory_bytes=memory)
+        own, best = predictor.predict("", config, plan), search(predictor, config, plan.gpus_per_node)
+        return [own, *(one for one in best if places(one.plan) != places(plan))]
+    return []
 
 
 @dataclass(frozen=True)
