@@ -257,29 +257,33 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument("-o", "--output", metavar="FILE", help="where the plot of --scaling goes; default: scaling.png")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
-    if bool(placements) == bool(options.search or options.scaling):
+    if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
         raise ConfigError("predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling")
 
-    from rolepool.report.predicted import Request, as_table, plot_scaling, why_best
+    from rolepool.report.predicted import Request, plot_scaling, why_best
     from rolepool.terminal import Terminal
+    from rolepool.trainer.paper import schedule_of
 
-    request = Request.parse(options)
+    request = Request.parse(options, schedule_of)
     terminal = Terminal(width=request.TABLE_WIDTH)
-    problems: list[str] = []
-    if options.scaling:
-        best, problems = request.scaling(options.scaling)
-        found = list(best.values())
-        path = Path(options.output or "scaling.png")
-        with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
-            plot_scaling(best, path)
-    elif options.search:
-        found = request.search()
-    else:
-        found, problems = request.placements(placements)
-    terminal.print(as_table(found))
     if options.search:
-        terminal.print(why_best(found[0], found[1:]), soft_wrap=True)
-    print_errors(dict.fromkeys(note for one in found for note in one.notes), label="not measured: ")
+        first, (found, problems) = "", request.search()
+    elif options.scaling is not None:
+        first, (found, problems) = "GPUs", request.scaling(options.scaling)
+    else:
+        first, (found, problems) = "placement", request.placements(placements)
+    if found:
+        terminal.print(request.as_table(first, found))
+    for label, one in found.items() if not placements else ():
+        terminal.print(f"{label}: {one.name}", soft_wrap=True)
+    if options.search:
+        terminal.print(why_best(*found.values()), soft_wrap=True)
+    elif found and options.scaling is not None:
+        path = Path(options.output or "scaling.png")
+        with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError):
+            plot_scaling(found, path)
+        print(path)
+    print_errors(dict.fromkeys(note for one in found.values() for note in one.notes), label="note: ")
     print_errors(problems)
     return EXIT_USER_ERROR if problems and not found else None
 

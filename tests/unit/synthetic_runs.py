@@ -15,14 +15,15 @@ from rolepool.config import LoadedConfig, load_config
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.metrics.spans import DRIVER, Part, Recorded, Span
 from rolepool.placement import Plan, build_plan
+from rolepool.trainer.paper import schedule_of
 
 GPU_SECONDS = {  # of one call, over all GPUs of its pool together
     "gen": 4.0,
     "values": 1.2,
     "old_log_prob": 1.2,
     "ref": 1.2,
-    "update_critic": 4.0,
-    "update_actor": 4.4,
+    "update_critic": 8.0,
+    "update_actor": 8.8,
     "update_weights": 0.1,
 }
 ROLE_AND_METHOD = {
@@ -63,7 +64,7 @@ def write_run(
     for number, spans in steps.items():
         plan = _plan_of(plans, number)
         if number in plans:
-            run.add_plan(number, plan)
+            run.add_plan(number, plan, schedule_of(loaded.config))
         if number in plans and number > 1:
             what = f"{_plan_of(plans, number - 1).in_words} -> {plan.in_words}"
             run.add_move(number, what, MOVE_S, list(plan.pools))
@@ -133,7 +134,7 @@ def _simulate(
                     num_tokens=NUM_TOKENS // max(1, len(slots)),
                     num_bytes=8 * NUM_TOKENS // max(1, len(slots)),
                     peak_memory_bytes=int(2e9 + 3e9 * chance.random()),
-                    parts=(Part("fetch", 0.01 * duration_s), Part("forward", 0.9 * duration_s)),
+                    parts=_parts(operation, duration_s, max(1, len(slots))),
                 )
             )
             free[pool, rank] = spans[-1].end_s
@@ -155,12 +156,22 @@ def _simulate(
         after = (rollouts, *inputs)
         recorded["adv"] = [Span(DRIVER, "trainer", 0, "adv", start_s, start_s, driver_s, call=calls, after=after)]
         call("update_critic", (rollouts,))
-        call("update_critic", (rollouts,))
-        weights = (call("update_actor", (rollouts,)), call("update_actor", (rollouts,)))
-        weights = (call("update_weights", weights),)
+        weights = (call("update_weights", (call("update_actor", (rollouts,)),)),)
         driver_s = max(driver_s, start_s + 0.05)
         steps[number] = recorded
     return steps
+
+
+def _parts(operation: str, duration_s: float, num_ranks: int) -> tuple[Part, ...]:
+    """The parts of a call on one rank: 64 rows of 32 prompt and 64 response tokens are divided among the ranks."""
+    fetch, num_rows = Part("fetch", 0.01 * duration_s), 64 // num_ranks
+    if operation == "gen":
+        prefill = Part("prefill", 0.1 * duration_s, 1, 32 * num_rows, 32 * 32 * num_rows)
+        return fetch, prefill, Part("decode", 0.8 * duration_s, 63, 63 * num_rows, 63 * 64 * num_rows)
+    if operation in ("reward", "update_weights"):
+        return (fetch,)
+    num_batches = 2 if operation.startswith("update_") else 1
+    return fetch, Part("forward", 0.9 * duration_s, num_batches, 96 * num_rows, 96 * 96 * num_rows)
 
 
 def _all(spans: Mapping[str, list[Span]]) -> list[Span]:

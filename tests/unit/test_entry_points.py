@@ -106,3 +106,5 @@ def test_they_train(
     assert f"run folder: {run}" in ended.stdout
     (planned,) = json.loads((run / "plan.json").read_text(encoding="utf-8"))["plans"]
     assert (planned["first_step"], len(planned["plan"]["pools"])) == (1, num_pools)
+    operations = [call["operation"] for call in planned["schedule"]["calls"]]
+    assert (operations[0], operations[-1]) == ("gen", "next_gen")

@@ -19,6 +19,7 @@ from test_serve import serving
 
 import rolepool as rp
 from commands import Outcome
+from rolepool.config import load_config
 from rolepool.metrics.run_folder import RunFolder, State, last_step
 from rolepool.metrics.spans import step_bounds
 from rolepool.placement import Plan
@@ -27,6 +28,7 @@ from rolepool.report.run import Run, finite_values, parts_of, read_logs, read_ru
 from rolepool.report.views import page_data, render
 from rolepool.report.watch import WatchedRun
 from rolepool.terminal import Terminal
+from rolepool.trainer.paper import schedule_of
 
 GLOBAL_WORDS, SPLIT_WORDS = "global_pool [4]", f"{ACTOR} [2] and {CRITIC} [2]"
 
@@ -114,6 +116,19 @@ def test_a_single_plan_of_an_older_version_is_the_plan_of_all_steps_so_far(
     assert [(planned.first_step, planned.plan) for planned in run.plans] == [(1, plans[0])]
     folder.add_plan(5, plans[1])
     assert history_in(folder) == [(1, plans[0]), (5, plans[1])]
+
+
+def test_plan_json_has_the_schedule_of_each_plan_and_of_the_last_one_the_newest(
+    folder: RunFolder, plans: list[Plan]
+) -> None:
+    config = load_config([], ["trainer.n_gpus_per_node=4"]).config
+    once, twice = (schedule_of(config.with_value("critic.ppo_epochs", number)) for number in (1, 2))
+    folder.add_plan(1, plans[0])
+    folder.add_plan(4, plans[1], once)
+    folder.add_metrics(1, {"a": 1.0})
+    assert [planned.schedule for planned in read_run(folder.path).plans] == [None, once]
+    folder.add_plan(6, plans[1], twice)  # resumed with the same placement, and two epochs
+    assert [(one.first_step, one.schedule) for one in read_run(folder.path).plans] == [(1, None), (4, twice)]
 
 
 def test_a_move_is_a_row_without_numbers(moved: Path) -> None:
@@ -255,9 +270,10 @@ def test_the_page_is_about_the_last_placement_and_curves_show_all_steps(moved: P
 
 def test_the_findings_are_those_of_a_run_that_always_had_the_last_placement(moved: Path) -> None:
     run = read_run(moved)
-    found = page_data(run)["findings"]
-    assert found == page_data(parts_of(run)[-1])["findings"]
-    assert any("All roles are in one pool" in finding["text"] for finding in found)
+    whole, last = page_data(run), page_data(parts_of(run)[-1])
+    assert whole["findings"] == last["findings"]
+    assert whole["predicted"] == last["predicted"]
+    assert next(pools for pools, *_ in whole["predicted"]) == "global_pool [4]"
 
 
 def test_a_page_is_made_right_after_a_move(moved: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_while_a_run_trains_the_operations_of_the_current_step_are_shown(tmp_pat
     write_state(folder)
     lines = text_of(WatchedRun(folder)).splitlines()
     assert lines[0].startswith("run: step 13 of 20, ")
-    assert re.fullmatch(r"step 13, running for 4\.\d+ s; a line is 7\.\d+ s", lines[1].strip())
+    assert re.fullmatch(r"step 13, running for 4\.\d+ s; a line is 8\.\d+ s", lines[1].strip())
     assert lines[2].startswith("actor_rollout_ref_pool: update_actor for 2.")
     assert re.fullmatch(r" gen=+ old_\w+ +update_actor=+ *", lines[3])
     assert lines[4].startswith("critic_pool: waiting, busy ")

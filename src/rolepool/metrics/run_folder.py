@@ -22,7 +22,7 @@ from rolepool.config.loading import missing_loggers
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import Recorded
-from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
+from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +132,15 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         write_atomically(self.path / name, [text])
 
-    def add_plan(self, first_step: int, plan: Plan) -> None:
+    def add_plan(self, first_step: int, plan: Plan, schedule: Schedule | None = None) -> None:
         """Write to plan.json that the plan holds from this step on. Plans of later steps are removed."""
         earlier: list[PlannedSteps] = []
         with suppress(OSError, ValueError):  # there is none, or it is damaged
             history = PlanHistory.model_validate_json((self.path / "plan.json").read_bytes()).plans
             earlier = [planned for planned in history if planned.first_step < first_step]
-        if not earlier or earlier[-1].plan != plan:
-            earlier.append(PlannedSteps(first_step, plan))
+        if earlier and earlier[-1].plan == plan:
+            first_step = earlier.pop().first_step
+        earlier.append(PlannedSteps(first_step, plan, schedule))
         self.write("plan.json", PlanHistory(plans=earlier).model_dump_json(indent=2))
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -321,7 +321,7 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
             slots = plan.pool_of(role).slots
             held = held_model(config, role, len(slots))
             num_written = Counter(slot.node for slot in slots[: held.num_shards])  # replicas write nothing
-            for before, node in zip([nodes[-1], *nodes], nodes, strict=False):
+            for before, node in zip([*nodes[-1:], *nodes], nodes, strict=False):
                 num_kept = num_written[node] + (num_written[before] if before != node else 0)
                 rest = held.num_shards - num_kept if node in plan.pool_of(role).counts_by_node else 0
                 needed[node] += SNAPSHOT_BYTES_PER_PARAM * held.num_params * (2 * num_kept + rest) // held.num_shards

@@ -141,6 +141,58 @@ class ResourcePoolManager:
         return sum(pool.world_size for pool in self.resource_pool_dict.values())
 
 
+# The schedule
+
+
+@dataclass(frozen=True)
+class ScheduledCall:
+    """A call that the driver makes in a step."""
+
+    operation: str
+    roles: frozenset[Role]
+    """The roles that compute it; none for work of the driver itself."""
+    after: frozenset[int]
+    """Positions of the calls that end before this one starts, under every placement: those whose results it is given,
+    those that the driver waited for before it made this call, and earlier calls of the same role."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The calls of a step in the order in which they are made, and the generation that begins the next step.
+
+    It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second description of the step.
+    """
+
+    calls: tuple[ScheduledCall, ...]
+
+    @cached_property
+    def independent(self) -> list[tuple[ScheduledCall, ScheduledCall]]:
+        """The pairs of calls of which the second does not wait for the first."""
+        before: list[frozenset[int]] = []  # for each call, the positions of all calls that end before it starts
+        for call in self.calls:
+            before.append(call.after.union(*(before[earlier] for earlier in call.after)))
+        pairs = combinations(range(len(self.calls)), 2)
+        return [(self.calls[first], self.calls[second]) for first, second in pairs if first not in before[second]]
+
+    def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
+        """The pairs of operations that run at the same time with these roles in these pools."""
+        names = list(dict.fromkeys(call.operation for call in self.calls if call.roles))
+        return [pair for pair in combinations(names, 2) if self.can_overlap(*pair, roles)]
+
+    def can_overlap(self, one: str, other: str, roles: Mapping[Role, str] | None = None) -> bool:
+        """Whether some call of one operation can run at the same time as some call of the other: neither waits for the
+        other, and they use different pools. None stands for a pool for each role."""
+
+        def pools(call: ScheduledCall) -> set[str]:
+            """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of the plan's pools."""
+            return set() if roles is None else {roles.get(role, RULE_POOL) for role in call.roles}
+
+        return any(
+            {first.operation, second.operation} == {one, other} and pools(first).isdisjoint(pools(second))
+            for first, second in self.independent
+        )
+
+
 # The plan
 
 
@@ -165,6 +217,11 @@ class Plan(BaseModel):
         return " and ".join(f"{name} {[*pool.per_node]}{shares.get(name, '')}" for name, pool in self.pools.items())
 
     @property
+    def sizes_in_words(self) -> str:
+        """The pools and the number of their processes, which stays short on many nodes."""
+        return ", ".join(f"{name} [{pool.world_size}]" for name, pool in self.pools.items())
+
+    @property
     def sharing_pools(self) -> list[str]:
         """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]
@@ -186,6 +243,8 @@ class PlannedSteps:
 
     first_step: int
     plan: Plan
+    schedule: Schedule | None = None
+    """None in a run of an older version, or if the step that the user wrote cannot be run on paper."""
 
 
 class PlanHistory(BaseModel):
@@ -240,55 +299,3 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
     return tuple(slots)
-
-
-# The schedule
-
-
-@dataclass(frozen=True)
-class ScheduledCall:
-    """A call that the driver makes in a step."""
-
-    operation: str
-    roles: frozenset[Role]
-    """The roles that compute it; none for work of the driver itself."""
-    after: frozenset[int]
-    """Positions of the calls that end before this one starts, under every placement: those whose results it is given,
-    those that the driver waited for before it made this call, and earlier calls of the same role."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The calls of a step in the order in which they are made, and the generation that begins the next step.
-
-    It comes from running the step on paper (`rolepool.trainer.paper`), so there is no second description of the step.
-    """
-
-    calls: tuple[ScheduledCall, ...]
-
-    @cached_property
-    def independent(self) -> list[tuple[ScheduledCall, ScheduledCall]]:
-        """The pairs of calls of which the second does not wait for the first."""
-        before: list[frozenset[int]] = []  # for each call, the positions of all calls that end before it starts
-        for call in self.calls:
-            before.append(call.after.union(*(before[earlier] for earlier in call.after)))
-        pairs = combinations(range(len(self.calls)), 2)
-        return [(self.calls[first], self.calls[second]) for first, second in pairs if first not in before[second]]
-
-    def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
-        """The pairs of operations that run at the same time with these roles in these pools."""
-        names = list(dict.fromkeys(call.operation for call in self.calls if call.roles))
-        return [pair for pair in combinations(names, 2) if self.can_overlap(*pair, roles)]
-
-    def can_overlap(self, one: str, other: str, roles: Mapping[Role, str] | None = None) -> bool:
-        """Whether some call of one operation can run at the same time as some call of the other: neither waits for the
-        other, and they use different pools. None stands for a pool for each role."""
-
-        def pools(call: ScheduledCall) -> set[str]:
-            """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of the plan's pools."""
-            return set() if roles is None else {roles.get(role, RULE_POOL) for role in call.roles}
-
-        return any(
-            {first.operation, second.operation} == {one, other} and pools(first).isdisjoint(pools(second))
-            for first, second in self.independent
-        )

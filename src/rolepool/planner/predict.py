@@ -48,16 +48,10 @@ class Prediction:
     """The estimated peak of each pool; empty on CPU slots."""
     notes: list[str] = field(default_factory=list)
     """What the profile does not cover."""
-    measured_s: float | None = None
 
     @property
     def num_gpus(self) -> int:
         return len({slot for pool in self.plan.pools.values() for slot in pool.slots})
-
-    @property
-    def error(self) -> float | None:
-        """The relative error of the prediction, if the placement was measured."""
-        return None if self.measured_s is None else self.step_s / self.measured_s - 1
 
 
 class Predictor:
@@ -169,6 +163,9 @@ class Predictor:
                 raise ConfigError(
                     f"{key}={config.at(key)}: the profile has measured only {sizes}; record a run with it"
                 )
+        if not any(rows.live for rows in self.profile.rows.values()):
+            what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
+            notes.append(f"{what}, so how their time depends on it is assumed")
         most = max(pool.world_size for one in recordings for pool in one.plan.pools.values())
         if most == 1 and any(pool.world_size > 1 for pool in plan.pools.values()):
             notes.append("the profile has pools of one rank only, so collectives were not measured")

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from rolepool.config import Config
+from rolepool.config.run_keys import DataConfig
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, Recorded, Span, step_bounds
 from rolepool.placement.estimate import MicroBatch
@@ -113,6 +114,7 @@ class Profile:
         between: dict[int, list[Span]] = defaultdict(list)
         num_rows = data.train_batch_size * one.config.actor_rollout_ref.rollout.n
         homes = {one.plan.roles.get(Role.Actor), one.plan.roles.get(Role.Rollout)}
+        has_work = any(part.num_tokens for _, _, span in spans for part in span.parts)  # older runs and logs have none
         for step, operation, span in spans:
             if operation in BETWEEN_STEPS:
                 continue
@@ -124,7 +126,7 @@ class Profile:
             self.num_ranks[operation].add(ranks)
             tokens = num_rows if span.pool == DRIVER else span.num_tokens
             of_rows = num_rows if span.pool == DRIVER else span.num_rows
-            counted = [part for part in span.parts if part.name != "fetch"]
+            counted = [part for part in span.parts if has_work and part.name != "fetch"]
             rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
             observed = [(part.name, Work(*part[2:]), part.seconds) for part in counted]
             for name, work, seconds in [*observed, (REST, Work(1, tokens), rest_s)]:
@@ -142,7 +144,7 @@ class Profile:
             self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, took_s))
         for (_, operation, _), of_call in calls.items():
             if operation == "gen":
-                _add_generation(rows, max(of_call, key=lambda span: span.duration_s))
+                _add_generation(rows, data, max(of_call, key=lambda span: span.duration_s))
         _add_gaps(spans, gaps)
 
     def rows_like(self, config: Config) -> tuple[Rows, float, float]:
@@ -238,24 +240,26 @@ def _num_pieces(
     return num_batches * math.ceil(rows / most)
 
 
-def _add_generation(rows: Rows, slowest: Span) -> None:
+def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
     decoded = [part for part in slowest.parts if part.name == DECODE and part.num_tokens]
-    if not decoded or not slowest.num_rows:
-        return
-    rows.live.append(
-        [
-            Live(
-                slowest.num_rows,
-                part.num_pieces,
-                part.num_tokens / part.num_pieces,
-                part.num_attended / part.num_tokens,
-            )
-            for part in decoded
-        ]
-    )
-    num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1  # one comes from the prefill
-    rows.num_response.append(num_sampled)
-    rows.num_prompt.append(max(1.0, slowest.num_tokens / slowest.num_rows - num_sampled))
+    num_tokens = slowest.num_tokens / max(1, slowest.num_rows)
+    # If it is not recorded, prompts and responses are assumed to be in proportion to their largest lengths.
+    num_sampled = num_tokens * data.max_response_length / (data.max_prompt_length + data.max_response_length)
+    if decoded and slowest.num_rows:
+        rows.live.append(
+            [
+                Live(
+                    slowest.num_rows,
+                    part.num_pieces,
+                    part.num_tokens / part.num_pieces,
+                    part.num_attended / part.num_tokens,
+                )
+                for part in decoded
+            ]
+        )
+        num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1  # one comes from the prefill
+    rows.num_response.append(max(1.0, num_sampled))
+    rows.num_prompt.append(max(1.0, num_tokens - num_sampled))
 
 
 def _add_gaps(spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:

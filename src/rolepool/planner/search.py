@@ -1,21 +1,25 @@
 """The search for the best placement: which roles share a pool, and how large each pool is.
 
 Owns the candidates. All ways to group the roles and all sizes that divide the batches are tried on the simulator, whole
-arrays of sizes at a time; only the best ones become predictions.
+arrays of sizes at a time; only the best ones become predictions. If there are very many sizes, some are tried first,
+and then those next to the best ones.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate, estimate_memory
-from rolepool.placement.plan import NEXT_STEP, Plan, ResourcePoolManager, ScheduledCall, place
+from rolepool.placement.plan import NEXT_STEP, Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Prediction, Predictor
@@ -23,8 +27,9 @@ from rolepool.planner.simulate import step_times
 
 Objective = Literal["time", "throughput_per_gpu"]
 Group = tuple[Role, ...]
-CHUNK = 50_000
-"""Combinations of sizes that are simulated at once."""
+Sizes = npt.NDArray[np.int64]
+MAX_GRID, MAX_TRIED, NUM_KEPT = 50_000, 1_000, 20
+"""Combinations of sizes: the most that are listed and simulated at once, and those whose neighbours are tried."""
 NUM_BEST, NUM_TRIED = 5, 12
 """How many placements are returned, and how many of the best are looked at in full."""
 
@@ -52,22 +57,20 @@ def search(
     found: list[Candidate] = []
     for parallel in sorted({one.config.at(TENSOR_PARALLEL) for one in predictor.profile.recordings}):
         found += _candidates(predictor, config.with_value(TENSOR_PARALLEL, parallel), inventory, objective)
-    best: list[tuple[Prediction, int]] = []
+    best: list[Prediction] = []
     for one in sorted(found, key=lambda one: (one.score, len(one.groups), sum(one.sizes)))[:NUM_TRIED]:
         changed = config.with_value(TENSOR_PARALLEL, one.tensor_parallel)
         for plan in layouts(changed, one.groups, one.sizes, inventory):
             if not find_problems(changed, plan):
-                best.append((predictor.predict("", changed, plan), one.tensor_parallel))
+                changes = changes_for(config, plan, one.tensor_parallel)
+                name = " ".join(f"{key}={value}".replace(" ", "") for key, value in changes.items())
+                best.append(predictor.predict(name, changed, plan))
                 break
     if not best:
         raise ConfigError("predict --search: no placement of these GPUs divides the batches and fits in memory")
-    best.sort(key=lambda one: score_of(one[0], objective))
-    named = []
-    for prediction, parallel in best[:NUM_BEST]:
-        changes = changes_for(config, prediction.plan, parallel)
-        name = " ".join(f"{key}={value}".replace(" ", "") for key, value in changes.items())
-        named.append(replace(prediction, name=name))
-    return named
+    # Of placements that are as fast, the simplest comes first.
+    best.sort(key=lambda one: (float(f"{score_of(one, objective):.4g}"), len(one.plan.pools), len(one.name)))
+    return best[:NUM_BEST]
 
 
 def score_of(one: Prediction, objective: Objective) -> float:
@@ -79,85 +82,87 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """The best sizes of each way to group the roles."""
     roles, parallel = needed_roles(config)[0], config.at(TENSOR_PARALLEL)
-    times = _Times(predictor, config, inventory)
+    times = _Times(predictor, config)
     sizes = {role: allowed_sizes(config, role, inventory) for role in roles}
     for groups in partitions(roles):
-        choices = [
-            [size for size in sorted(set.intersection(*(sizes[role] for role in group))) if times.fits(group, size)]
-            for group in groups
-        ]
-        best = sorted(_scores(times, groups, choices, sum(inventory), objective))[:NUM_BEST]
-        yield from (Candidate(score, groups, chosen, parallel) for score, chosen in best)
+        choices = [np.array(sorted(set.intersection(*(sizes[role] for role in group)))) for group in groups]
+        for score, chosen in _best_sizes(times, groups, choices, sum(inventory), objective):
+            yield Candidate(score, groups, chosen, parallel)
 
 
-def _scores(
-    times: "_Times",
-    groups: tuple[Group, ...],
-    choices: Sequence[Sequence[int]],
-    num_gpus: int,
-    objective: Objective,
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """The best combinations of sizes for these groups, some of each chunk, with their scores."""
-    homes = {role: "+".join(group) for group in groups for role in group}
-    shape, by_group = tuple(map(len, choices)), list(map(np.array, choices))
-    num_all = int(np.prod(shape))
-    for start in range(0, num_all, CHUNK):
-        picked = np.unravel_index(np.arange(start, min(start + CHUNK, num_all)), shape)
-        used = np.sum([of_group[index] for of_group, index in zip(by_group, picked, strict=True)], axis=0)
-        kept = np.flatnonzero(used <= num_gpus)
-        if not len(kept):
-            continue
-        chosen = [index[kept] for index in picked]
-        seconds = {
-            call.operation.removeprefix(NEXT_STEP): times.of_call(call, groups, choices, chosen)
-            for call in times.schedule.calls
-        }
-        step_s = step_times(times.schedule, homes, seconds, times.predictor.profile.hand_over_s)
-        scores = step_s if objective == "time" else step_s * used[kept]
-        for position in np.argsort(scores, kind="stable")[:NUM_BEST]:
-            sizes = tuple(int(of_group[index[position]]) for of_group, index in zip(by_group, chosen, strict=True))
-            yield float(scores[position]), sizes
+def _best_sizes(
+    times: "_Times", groups: tuple[Group, ...], choices: Sequence[Sizes], num_gpus: int, objective: Objective
+) -> list[tuple[float, tuple[int, ...]]]:
+    """The best combinations of sizes for these groups, with their scores. If there are too many combinations, every
+    second size is tried first, or every fourth, and so on; then the sizes next to those of the best combinations."""
+    stride, tried = 1, _grid(choices, num_gpus, 1)
+    while tried is None:
+        stride *= 2
+        tried = _grid(choices, num_gpus, stride)
+    while True:
+        step_s, used = times.step_s(groups, tried), tried.sum(1)
+        scores = step_s if objective == "time" else step_s * used
+        best = np.argsort(scores, kind="stable")[:NUM_KEPT]
+        if stride == 1:
+            return [(float(scores[at]), tuple(tried[at].tolist())) for at in best[:NUM_BEST] if np.isfinite(scores[at])]
+        stride //= 2
+        nearby = [map(partial(_around, stride), choices, tried[at]) for at in best]
+        tried = np.unique([sizes for one in nearby for sizes in product(*one) if sum(sizes) <= num_gpus], axis=0)
+
+
+def _grid(choices: Sequence[Sizes], num_gpus: int, stride: int) -> Sizes | None:
+    """All combinations of every n-th size of each group, one in each row; None if there are too many."""
+    some = [of_group[::stride] for of_group in choices]
+    if np.prod([len(of_group) for of_group in some]) > MAX_GRID:
+        return None
+    found = np.stack(np.meshgrid(*some, indexing="ij"), axis=-1).reshape(-1, len(choices))
+    found = found[found.sum(1) <= num_gpus]
+    return found if len(found) <= MAX_TRIED else None
+
+
+def _around(stride: int, sizes: Sizes, size: int) -> Sizes:
+    """The size itself, and those so many places before and after it."""
+    at = int(np.searchsorted(sizes, size))
+    return sizes[[place for place in (at - stride, at, at + stride) if 0 <= place < len(sizes)]]
 
 
 class _Times:
     """The times of calls, computed once for each group of roles and size of its pool."""
 
-    def __init__(self, predictor: Predictor, config: Config, inventory: Sequence[int]) -> None:
-        self.predictor, self.schedule = predictor, predictor.schedule_of(config)
-        self._config, self._inventory = config, inventory
+    def __init__(self, predictor: Predictor, config: Config) -> None:
+        self.predictor, self.schedule, self._config = predictor, predictor.schedule_of(config), config
         self._seconds: dict[tuple[str, bool, Group, int], float] = {}
         self._plans: dict[tuple[Group, int], tuple[Plan, MemoryEstimate]] = {}
 
-    def _plan(self, group: Group, size: int) -> tuple[Plan, MemoryEstimate]:
-        """A plan with the group alone, and its memory."""
-        if (group, size) not in self._plans:
-            plan = _alone(self._config, group, size, self._inventory)
-            memory = self.predictor.gpu_memory_bytes if plan.device != "cpu" else None
-            self._plans[group, size] = plan, estimate_memory(self._config, plan, memory)
-        return self._plans[group, size]
-
-    def fits(self, group: Group, size: int) -> bool:
-        return not self._plan(group, size)[1].excess
-
-    def of_call(
-        self, call: ScheduledCall, groups: Sequence[Group], choices: Sequence[Sequence[int]], chosen: Sequence[Any]
-    ) -> Any:
-        """The seconds of a call for each chosen combination of sizes. The time of a weight sync depends on the actor's
-        pool."""
-        wanted = {Role.Actor} if Role.Actor in call.roles else call.roles
-        for group, sizes, index in zip(groups, choices, chosen, strict=True):
-            if wanted.intersection(group):
-                return np.array([self._of_group(call, group, size) for size in sizes])[index]
-        return self._of_group(call, (), 0)  # of the driver, or of the rule reward
+    def step_s(self, groups: Sequence[Group], sizes: Sizes) -> Any:
+        """The step time for each row of sizes of these groups; infinite if a pool does not fit in memory."""
+        homes = {role: "+".join(group) for group in groups for role in group}
+        seconds: dict[str, Any] = {}
+        for call in self.schedule.calls:
+            wanted = {Role.Actor} if Role.Actor in call.roles else call.roles  # a sync depends on the actor's pool
+            group, of_group = next(
+                ((group, sizes[:, at]) for at, group in enumerate(groups) if wanted.intersection(group)),
+                ((), np.zeros(len(sizes), dtype=int)),  # of the driver, or of the rule reward
+            )
+            different, index = np.unique(of_group, return_inverse=True)
+            of_size = np.array([self._of_group(call, group, int(size)) for size in different])
+            seconds[call.operation.removeprefix(NEXT_STEP)] = of_size[index]
+        with np.errstate(invalid="ignore"):  # infinite times
+            return step_times(self.schedule, homes, seconds, self.predictor.profile.hand_over_s)
 
     def _of_group(self, call: ScheduledCall, group: Group, size: int) -> float:
         is_whole = call.roles <= {*group}
         key = call.operation, is_whole, group, size
         if key not in self._seconds:
-            plan, memory = self._plan(group, size)
+            if (group, size) not in self._plans:
+                plan = _alone(self._config, group, size)
+                limit = self.predictor.gpu_memory_bytes if plan.device != "cpu" else None
+                self._plans[group, size] = plan, estimate_memory(self._config, plan, limit)
+            plan, memory = self._plans[group, size]
             if not is_whole and group:  # a weight sync between two pools
                 plan = plan.model_copy(update={"roles": {**plan.roles, Role.Rollout: "elsewhere"}})
-            self._seconds[key] = self.predictor.seconds(self._config, plan, call, memory, self.schedule).mean
+            found = self.predictor.seconds(self._config, plan, call, memory, self.schedule).mean
+            self._seconds[key] = np.inf if memory.excess else found
         return self._seconds[key]
 
 
@@ -168,16 +173,15 @@ def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[i
     parallel = 1 if key is None else config.at(key)
     most = min(sum(inventory) // parallel, num_rows)
     sizes = [parts * parallel for parts in range(1, most + 1) if num_rows % parts == 0]
-    problems = {size: {*find_problems(config, _alone(config, (role,), size, inventory))} for size in sizes}
+    problems = {size: {*find_problems(config, _alone(config, (role,), size))} for size in sizes}
     general = set.intersection(*problems.values()) if problems else set()  # about keys that are not about sizes
     return {size for size in sizes if problems[size] <= general}
 
 
-def _alone(config: Config, group: Group, size: int, inventory: Sequence[int]) -> Plan:
-    """A plan with one group of roles."""
-    per_node = _trimmed(_fill(size, list(inventory))) if group else []
-    manager = ResourcePoolManager({"pool": per_node} if group else {}, dict.fromkeys(group, "pool"))
-    return place(manager, inventory[: len(per_node)], device=config.trainer.device)
+def _alone(config: Config, group: Group, size: int) -> Plan:
+    """A plan with one group of roles. Its pool has no slots, because those of thousands of GPUs would take long."""
+    pools = {"pool": ResourcePool((size,), roles=group)} if group else {}
+    return Plan(gpus_per_node=(size,), device=config.trainer.device, pools=pools, roles=dict.fromkeys(group, "pool"))
 
 
 def _fill(size: int, free: list[int]) -> list[int]:
@@ -234,14 +238,14 @@ def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, A
         for key, value in {**changes, **words}.items():
             changed = changed.with_value(key, value)
         with suppress(RolepoolError):
-            if _places(build_plan(changed)) == _places(plan):
+            if places(build_plan(changed)) == places(plan):
                 return {**changes, **words}
     pools = {f"placement.pools.{name}": _trimmed(pool.per_node) for name, pool in plan.pools.items()}
     roles = {f"placement.roles.{role}": name for role, name in plan.roles.items()}
     return {**changes, "placement.strategy": "custom", **pools, **roles}
 
 
-def _places(plan: Plan) -> dict[Role, tuple[Any, ...]]:
+def places(plan: Plan) -> dict[Role, tuple[Any, ...]]:
     """The slots of each role."""
     return {role: plan.pool_of(role).slots for role in plan.roles}
 

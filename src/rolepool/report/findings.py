@@ -13,26 +13,18 @@ from statistics import fmean, median
 from string import Formatter
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from rolepool.config import Config
-from rolepool.errors import RolepoolError, one_line
 from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, Recorded, Timeline, critical_path, lanes, step_bounds, step_metrics
-from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import find_problems
 from rolepool.placement.plan import DRIVER, RULE_POOL
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.placement.strategies import ACTOR_POOL, CRITIC_POOL
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
+from rolepool.planner.predict import Prediction
 from rolepool.report.run import Run, value_at
 from rolepool.report.tables import TABLES
 
 MAX_STEPS = 200
 """Steps over which averages are computed."""
-MAX_REPLAYED_STEPS = 12
-
-IDLE, IMBALANCE, HAND_OVER, SAVED = 0.3, 0.05, 0.05, 0.02
-"""Thresholds, as fractions of a step. A change is suggested only if it saves more than the last one."""
+IMBALANCE, HAND_OVER, SAVED = 0.05, 0.05, 0.02
+"""Thresholds, as fractions of a step."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
 
 MAX_PERIODS, MIN_STEPS, MIN_SAMPLES = 10, 3, 5
@@ -112,41 +104,17 @@ def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -
     return Summary(steps, step_s, num_ranks, pools_s, path_s, saved_s)
 
 
-def replayed_step_s(grouped: SpansByStep, scales: Mapping[str, float], homes: Mapping[Role, str] = {}) -> float | None:
-    """Duration of a step if each call of a pool took `scales[pool]` times as long; None if there are too few steps.
-    `homes` moves roles to other pools, by name.
-
-    Replays the recorded calls. Each starts as early as it can: after the earlier calls of its pool, after the calls
-    whose results are its inputs, and after the driver.
-    """
-    steps = sorted(grouped)[1:]
-    middle = max(0, (len(steps) - MAX_REPLAYED_STEPS) // 2)
-    calls: dict[tuple[float, int, str], list[Recorded]] = defaultdict(list)
-    for step in steps[middle : middle + MAX_REPLAYED_STEPS]:
-        for recorded in grouped[step]:
-            span = recorded.span
-            calls[span.start_s if span.pool == DRIVER else span.queued_s, span.call, span.pool].append(recorded)
-    ends: dict[int, float] = {}
-    free: dict[str, float] = defaultdict(float)
-    starts: dict[int, float] = {}
-    for (_, number, recorded_pool), ranks in sorted(calls.items()):
-        step, operation, span = ranks[0]
-        pool = homes.get(Role(span.role), recorded_pool)
-        start = max(free[pool], free[DRIVER], *(ends.get(call, 0.0) for call in span.after))
-        if operation == "gen":
-            starts.setdefault(step, start)
-        slowest_s = max(recorded.span.duration_s for recorded in ranks)
-        ends[number] = free[pool] = start + slowest_s * scales.get(pool, 1.0)
-    first, *others = list(starts.values())[(len(starts) - 1) // 2 :] or [0.0]  # the first half is the ramp-up
-    return (others[-1] - first) / len(others) if others else None
-
-
-def find(run: Run, summary: Summary, grouped: SpansByStep) -> list[Finding]:
-    """All findings about a run: first what makes its times doubtful, then by the seconds that can be gained."""
+def find(run: Run, summary: Summary, predicted: Sequence[Prediction] = ()) -> list[Finding]:
+    """All findings about a run: first what makes its times doubtful, then by the seconds that can be gained.
+    `predicted` are the run's own placement and the best other ones."""
     if not summary.steps:
         return []
-    found = [*_one_pool(run, summary, grouped), *_idle_pool(run, summary, grouped), *_imbalance(run, summary)]
-    found += [*_hand_overs(run, summary), *_memory(run)]
+    found = [*_imbalance(run, summary), *_hand_overs(run, summary), *_memory(run)]
+    for one in predicted[1:2]:
+        if one.high_s < summary.step_s:
+            numbers = {"step_s": summary.step_s, "predicted_s": one.step_s, "at_most_s": one.high_s}
+            gain_s = summary.step_s - one.step_s
+            found.append(_finding("other_placement", numbers, one.name, gain_s=gain_s, pools=one.plan.sizes_in_words))
     if summary.saved_s > SAVED * summary.step_s:
         found.append(_finding("saved", {"saved_s": summary.saved_s, "step_s": summary.step_s}))
     found.sort(key=lambda finding: -finding.gain_s)
@@ -162,10 +130,8 @@ class Texts(Formatter):
 
 
 def _finding(kind: str, numbers: dict[str, float], *overrides: str, gain_s: float = 0.0, **more: Any) -> Finding:
-    """A finding whose text contains these numbers, and more. `problem` says which other change is needed as well."""
-    kinds = [kind, "another_change"] if more.get("problem") else [kind]
-    text = " ".join(Texts().format(TABLES.findings[one], **numbers, **more) for one in kinds)
-    return Finding(text, numbers, overrides, gain_s)
+    """A finding whose text contains these numbers, and more."""
+    return Finding(Texts().format(TABLES.findings[kind], **numbers, **more), numbers, overrides, gain_s)
 
 
 def duration(seconds: float) -> str:
@@ -220,105 +186,6 @@ def _periods(run: Run) -> list[Period]:
             busy_percent = fmean(percents) * sum(lengths_s) / busy
             periods.append(Period(chosen[0], chosen[-1], median(lengths_s), token_s, busy_percent))
     return periods
-
-
-# Findings about the placement
-
-
-def _one_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
-    """What two pools would bring, if each operation of a pool took as long there as it did, and if its time grew as
-    the number of ranks falls. The spans of one pool do not tell which of the two is nearer."""
-    if run.plan is None or len(run.plan.pools) != 1:
-        return
-    ranks = next(iter(run.plan.pools.values())).world_size
-    plan, problem = _split_plan(run, {} if ranks > 1 else {"share": 0.5})
-    now_s = replayed_step_s(grouped, {})
-    if plan is None or not now_s:
-        return
-    scales = {name: ranks / pool.world_size for name, pool in plan.pools.items()}
-    replayed_s = [replayed_step_s(grouped, factors, plan.roles) or now_s for factors in ({}, scales)]
-    same_s, scaled_s = (step_s / now_s * summary.step_s for step_s in replayed_s)
-    gain_s = summary.step_s - same_s
-    if gain_s <= SAVED * summary.step_s:
-        return
-    numbers = {"step_s": summary.step_s, "estimated_step_s": same_s}
-    words = {"unit": run.unit, "problem": problem}
-    if ranks == 1:
-        override = "placement.strategy=split placement.split.share=0.5"
-        yield _finding("one_pool_of_one_rank", numbers, override, gain_s=gain_s, **words)
-        return
-    sizes = " and ".join(str(pool.world_size) for pool in plan.pools.values())
-    limit = 1 + gain_s / max(scaled_s - same_s, gain_s / ranks)
-    more = {"ranks": ranks, "sizes": sizes, "scaled_s": scaled_s, "limit": limit, **words}
-    yield _finding("one_pool_of_ranks", numbers, "placement.strategy=split", gain_s=gain_s, **more)
-
-
-def _idle_pool(run: Run, summary: Summary, grouped: SpansByStep) -> Iterator[Finding]:
-    """The pool that is idle most of the time. Pools that share GPUs do not count: others use their idle time."""
-    idle_fractions = {
-        name: 1 - sum(seconds for (kind, _, _), seconds in times_s.items() if kind == "busy") / sum(times_s.values())
-        for name, times_s in summary.pools_s.items()
-        if run.plan is not None and name in run.plan.pools and run.plan.pools[name].share == 1
-    }
-    name, idle = max(idle_fractions.items(), key=lambda item: item[1], default=("", 0.0))
-    if run.plan is None or len(idle_fractions) < 2 or idle < IDLE:
-        return
-    numbers, words = {"idle_fraction": idle, "step_s": summary.step_s}, {"pool": name, "unit": run.unit}
-    now_s = replayed_step_s(grouped, {}) or 0.0
-    then_s = {split: replayed_step_s(grouped, scales) or now_s for split, scales in _other_splits(run.plan)}
-    shorter = [split for split in then_s if then_s[split] < now_s * (1 - SAVED)]
-    if shorter:
-        # A split that needs no other change is better than one that does.
-        problems = {split: _split_plan(run, dict([split]))[1] for split in shorter}
-        best = min(shorter, key=lambda split: (bool(problems[split]), then_s[split]))
-        numbers["estimated_step_s"] = then_s[best] / now_s * summary.step_s
-        words |= {"override": f"placement.split.{best[0]}={best[1]}", "problem": problems[best]}
-        gain_s = summary.step_s - numbers["estimated_step_s"]
-        yield _finding("other_split", numbers, words["override"], gain_s=gain_s, **words)
-        return
-    # If all ranks are used all the time and operations scale linearly, the idle ranks' time is gained.
-    sizes = {pool: run.plan.pools[pool].world_size for pool in idle_fractions}
-    gain_s = sum(idle_fractions[pool] * sizes[pool] for pool in sizes) / sum(sizes.values()) * summary.step_s
-    if run.plan.pools.keys() == {ACTOR_POOL, CRITIC_POOL}:
-        overrides = ["placement.strategy=standard", "placement.split.share=0.5"]
-        yield _finding("no_other_split", numbers, *overrides, gain_s=gain_s, **words)
-    else:
-        smaller = [max(1, number // 2) for number in run.plan.pools[name].per_node]
-        override = f"placement.pools.{name}={smaller}".replace(" ", "")
-        overrides = [override] if sizes[name] > sum(smaller) else []
-        yield _finding("idle_pool", numbers, *overrides, gain_s=gain_s, **words)
-
-
-def _other_splits(plan: Plan) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
-    """Other ways to split the GPUs: the key of `placement.split` with its value, and by what factor it changes the time
-    of each pool's calls."""
-    if plan.pools.keys() != {ACTOR_POOL, CRITIC_POOL}:
-        return
-    actor, critic = plan.pools[ACTOR_POOL].counts_by_node, plan.pools[CRITIC_POOL].counts_by_node
-    if len({*actor.values()}) > 1 or len({*critic.values()}) > 1:
-        return
-    if actor.keys().isdisjoint(critic):
-        key, mine, rest = "actor_nodes", len(actor), len(critic)
-    else:
-        key, mine, rest = "actor_gpus_per_node", max(actor.values()), max(critic.values())
-    for new in range(1, mine + rest):
-        if new != mine:
-            yield (key, new), {ACTOR_POOL: mine / new, CRITIC_POOL: rest / (mine + rest - new)}
-
-
-def _split_plan(run: Run, keys: Mapping[str, float]) -> tuple[Plan | None, str]:
-    """The plan of the strategy `split` with these keys of `placement.split`, None if there is no such plan; and the
-    first problem that `rolepool plan` would report, "" if there is none."""
-    plan = None
-    try:
-        changed = Config.model_validate(run.config).model_dump()
-        changed["placement"]["strategy"] = "split"
-        changed["placement"]["split"].update(keys)
-        config = Config.model_validate(changed)
-        plan = build_plan(config)
-        return plan, next(iter(find_problems(config, plan)), "")
-    except (ValidationError, RolepoolError) as error:
-        return plan, one_line(error)
 
 
 # Findings about batches and memory

@@ -5,7 +5,8 @@ Owns reading profiles, and how predictions are shown. `rolepool.planner` predict
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,14 +20,15 @@ from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.placement.strategies import build_plan
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
-from rolepool.planner.search import Objective, search
+from rolepool.planner.search import Objective, places, search
 from rolepool.report.compare import overrides_of
 from rolepool.report.plots import new_figure, style
 from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
-from rolepool.trainer.paper import schedule_of
+from rolepool.report.tables import TABLES
 
+Answer = tuple[dict[str, Prediction], list[str]]
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
 
@@ -50,7 +52,7 @@ def recordings_of(run: Run) -> list[Recording]:
     parts = [part for part in parts_of(run) if part.plans and part.spans]
     if not run.config or not parts:
         raise ConfigError(f"run {run.folder}: has no config, plan or spans, so nothing can be predicted from it")
-    config = Config.model_validate(run.config)
+    config = load_config([run.config], []).config
     return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
 
 
@@ -62,9 +64,10 @@ def identity_of(config: Config) -> tuple[Any, ...]:
 
 def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
     """A console log as a recording: one call of each operation in each step, one after another."""
+    logs = read_logs([path])
     if num_gpus is None:
         raise ConfigError(f"predict {path}: a console log does not tell the number of GPUs; give it with --gpus")
-    for metrics in read_logs([path]).values():
+    for metrics in logs.values():
         names = {name.removeprefix(TIMING) for row in metrics.values() for name in row if name.startswith(TIMING)}
         words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
         words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
@@ -87,9 +90,25 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         yield Recording(config, plan, spans)
 
 
+def other_placements(run: Run) -> list[Prediction]:
+    """The placement of a run, and the best other ones on the same GPUs, predicted from the run itself. Empty if that is
+    not possible: an older version recorded no schedule, and pools that share GPUs slow each other down."""
+    schedule = run.plans[-1].schedule if run.plans else None
+    if schedule is None or run.plans[-1].plan.sharing_pools:
+        return []
+    gpus = [gpu for sample in run.monitor for gpu in sample["gpus"]]
+    memory = min((gpu["memory_total_bytes"] for gpu in gpus if gpu.get("memory_total_bytes")), default=None)
+    with suppress(RolepoolError, LookupError):  # a run with extensions has roles and operations that are not known here
+        config, plan, _ = recording = recordings_of(run)[-1]
+        predictor = Predictor(Profile([recording]), lambda _: schedule, gpu_memory_bytes=memory)
+        own, best = predictor.predict("", config, plan), search(predictor, config, plan.gpus_per_node)
+        return [own, *(one for one in best if places(one.plan) != places(plan))]
+    return []
+
+
 @dataclass(frozen=True)
 class Request:
-    """What `rolepool predict` is asked."""
+    """What `rolepool predict` is asked. Each answer has predictions with a label, and why others are not possible."""
 
     TABLE_WIDTH: ClassVar = 180
     predictor: Predictor
@@ -99,62 +118,79 @@ class Request:
     measured: Sequence[Recording]
 
     @classmethod
-    def parse(cls, options: Namespace) -> Self:
-        recordings = read_recordings(options.runs, options.gpus)
+    def parse(cls, options: Namespace, schedule_of: ScheduleOf) -> Self:
         if options.gpus is not None and options.inventory is not None:
             raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
+        recordings = read_recordings(options.runs, options.gpus)
         config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
-        if options.inventory is not None:
-            inventory = parse_inventory(options.inventory)
-        elif options.gpus is not None:
-            inventory = (options.gpus,)
+        if options.gpus is not None or options.inventory is not None:
+            inventory = parse_inventory(options.inventory or str(options.gpus))
         if options.set:
             config = load_config([config.model_dump(mode="json")], options.set).config
-        with explained(f"--speed {' '.join(options.speed)}", "write factors, such as --speed rollout=2"):
+        with explained(f"--speed {' '.join(options.speed)}", "write factors, such as --speed rollout=2", ValueError):
             speeds = {name: float(factor) for name, _, factor in (word.partition("=") for word in options.speed)}
         memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
         is_here = inventory == recordings[-1].plan.gpus_per_node and len(inventory) == 1
-        predictor = Predictor(
-            Profile(recordings),
-            schedule_of,
-            gpu_memory_bytes=memory,
-            num_cores=num_cores() if is_here else None,
-            speeds=speeds,
-        )
+        cores, profile = num_cores() if is_here else None, Profile(recordings)
+        predictor = Predictor(profile, schedule_of, gpu_memory_bytes=memory, num_cores=cores, speeds=speeds)
         measured = read_recordings(options.measured, options.gpus)
+        measured = [one for one in measured if all(one.config.at(key) == config.at(key) for key in TABLES.work_keys)]
         return cls(predictor, config, inventory, options.objective, measured)
 
-    def placements(self, words: Sequence[str]) -> tuple[list[Prediction], list[str]]:
-        """Predictions for these placements, and why the others are not possible."""
-        found: list[Prediction] = []
+    def placements(self, words: Sequence[str]) -> Answer:
+        """The placements that these words name."""
+        found: dict[str, Prediction] = {}
         problems: list[str] = []
         sizes = [f"trainer.nnodes={len(self.inventory)}", f"trainer.n_gpus_per_node={max(self.inventory)}"]
         for placement in words:
             overrides = [word for part in placement.split() for word in overrides_of(part)]
             try:
-                loaded = load_config([without_placement(self.config, overrides)], [*sizes, *overrides])
-                found.append(self.predictor.predict(placement, loaded.config, build_plan(loaded.config)))
+                config = load_config([without_placement(self.config, overrides)], [*sizes, *overrides]).config
+                is_sized = any(word.startswith(("trainer.nnodes", "trainer.n_gpus_per_node")) for word in overrides)
+                plan = build_plan(config, None if is_sized else self.inventory, take_all=True)
+                found[placement] = self.predictor.predict(placement, config, plan)
             except RolepoolError as error:
                 problems += [f"{placement}: {problem}" for problem in error.problems]
-        return add_measured(found, self.measured), problems
+        return found, problems
 
-    def search(self) -> list[Prediction]:
+    def search(self) -> Answer:
         """The best placements."""
-        return add_measured(search(self.predictor, self.config, self.inventory, self.objective), self.measured)
+        found = search(self.predictor, self.config, self.inventory, self.objective)
+        return {str(number): one for number, one in enumerate(found, 1)}, []
 
-    def scaling(self, text: str) -> tuple[dict[int, Prediction], list[str]]:
+    def scaling(self, text: str) -> Answer:
         """The best placement for each number of GPUs, on nodes of the profile's size."""
-        found: dict[int, Prediction] = {}
+        found: dict[str, Prediction] = {}
         problems: list[str] = []
         per_node = max(self.inventory)
         for number in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
             inventory = [per_node] * (number // per_node) + ([number % per_node] if number % per_node else [])
             try:
-                best = search(self.predictor, self.config, inventory, self.objective)[0]
-                found[number] = replace(best, name=f"{number} GPUs: {best.name}")
+                found[str(number)] = search(self.predictor, self.config, inventory, self.objective)[0]
             except RolepoolError as error:
                 problems += [f"{number} GPUs: {problem}" for problem in error.problems]
         return found, problems
+
+    def as_table(self, first: str, predictions: Mapping[str, Prediction]) -> Table:
+        """The predictions, with the measured times of the same placements. `first` is the title of the labels."""
+        step_s = Profile(self.measured).step_s if self.measured else {}
+        by_place = [(places(self.measured[at].plan), seconds) for at, seconds in step_s.items()]
+        has_memory = any(one.memory_gib for one in predictions.values())
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        columns = [first, "step", "from", "to", "tokens/s per GPU", "pools, and how busy they are", "a step waits for"]
+        columns += ["GiB"] * has_memory + ["measured", "error"] * bool(step_s)
+        for name in columns:
+            is_text = name in (first, *columns[5:7])
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        for label, one in predictions.items():
+            pools = [f"{name} [{pool.world_size}] {one.busy.get(name, 0):.0%}" for name, pool in one.plan.pools.items()]
+            cells = [label, *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s))]
+            cells += [f"{one.tokens_per_gpu_s:,.0f}", ", ".join(pools), path_in_words(one)]
+            cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] * has_memory
+            for measured_s in [seconds for slots, seconds in by_place if slots == places(one.plan)][:1]:
+                cells += [f"{measured_s:.3g} s", f"{one.step_s / measured_s - 1:+.0%}"]
+            table.add_row(*cells)
+        return table
 
 
 def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
@@ -166,49 +202,13 @@ def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
     return content
 
 
-def add_measured(predictions: Sequence[Prediction], recordings: Sequence[Recording]) -> list[Prediction]:
-    """The predictions, with the step times of recordings that have the same pools."""
-    step_s = Profile(recordings).step_s if recordings else {}
-    found = []
-    for one in predictions:
-        same = [seconds for at, seconds in step_s.items() if recordings[at].plan.pools == one.plan.pools]
-        found.append(replace(one, measured_s=same[0]) if same else one)
-    return found
-
-
-def as_table(predictions: Sequence[Prediction]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("placement", overflow="fold", max_width=44)
-    for name in ("step", "from", "to", "tokens/s per GPU"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("busy", overflow="fold", max_width=28)
-    has_memory = any(one.memory_gib for one in predictions)
-    if has_memory:
-        table.add_column("GiB", justify="right")
-    table.add_column("a step waits for", overflow="fold", max_width=40)
-    is_measured = any(one.measured_s is not None for one in predictions)
-    for name in ("measured", "error") if is_measured else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in predictions:
-        busy = ", ".join(f"{pool} {share:.0%}" for pool, share in one.busy.items() if pool in one.plan.pools)
-        cells = [one.name, *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s))]
-        cells += [f"{one.tokens_per_gpu_s:,.0f}", busy]
-        cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] if has_memory else []
-        cells.append(path_in_words(one))
-        if is_measured:
-            known = one.measured_s is not None
-            cells += [f"{one.measured_s:.3g} s" if known else "", f"{one.error:+.0%}" if known else ""]
-        table.add_row(*cells)
-    return table
-
-
 def path_in_words(one: Prediction) -> str:
     """The operations that a step waits for longest."""
     longest = sorted(one.path, key=lambda link: -link[1])[:MAX_PATH]
     return ", ".join(f"{operation} {seconds / one.step_s:.0%}" for operation, seconds in longest)
 
 
-def why_best(best: Prediction, others: Sequence[Prediction]) -> str:
+def why_best(best: Prediction, *others: Prediction) -> str:
     """Why the first of several predictions is the best one, in words."""
     text = (
         f"The best placement takes {best.step_s:.3g} s per step; {path_in_words(best)} of it is what a step waits for."
@@ -222,12 +222,12 @@ def why_best(best: Prediction, others: Sequence[Prediction]) -> str:
     return text
 
 
-def plot_scaling(best: Mapping[int, Prediction], path: Path) -> None:
+def plot_scaling(best: Mapping[str, Prediction], path: Path) -> None:
     """Write a plot of the step time against the number of GPUs."""
     with style():
         figure = new_figure(4.0)
         axes = figure.subplots()
-        counts, times = list(best), list(best.values())
+        counts, times = list(map(int, best)), list(best.values())
         axes.plot(counts, [one.step_s for one in times], marker="o")
         axes.fill_between(counts, [one.low_s for one in times], [one.high_s for one in times], alpha=0.2)
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="predicted step time (s)")

@@ -21,6 +21,7 @@ from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bo
 from rolepool.report.compare import measured_steps
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
 from rolepool.report.plots import colors_for, in_step_order, mean_times, timed_operations
+from rolepool.report.predicted import other_placements
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_of, value_at
 from rolepool.report.tables import TABLES
 
@@ -52,6 +53,7 @@ def page_data(run: Run) -> dict[str, Any]:
     timed = {*timed_operations(run.metrics)} - {*BETWEEN_STEPS}
     operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
     chosen = _choose_steps(grouped, bounds)
+    predicted = other_placements(last)
     return {
         "name": run.name,
         "skipped": run.notes,
@@ -63,7 +65,8 @@ def page_data(run: Run) -> dict[str, Any]:
         "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
-        "findings": [finding._asdict() for finding in find(last, summary, grouped)],
+        "findings": [finding._asdict() for finding in find(last, summary, predicted)],
+        "predicted": [(one.plan.sizes_in_words, one.name, one.step_s, one.low_s, one.high_s) for one in predicted],
         "num_ranks": summary.num_ranks,
         "pools": {pool: [(*what, s) for what, s in times_s.items()] for pool, times_s in summary.pools_s.items()},
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],

@@ -36,7 +36,7 @@ from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
-from rolepool.trainer.paper import step_of
+from rolepool.trainer.paper import schedule_of, step_of
 from rolepool.trainer.rebalance import Rebalancer
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
@@ -175,7 +175,7 @@ class Trainer:
                 if aside is not None:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
                     self.observer.on_notice(f"{what} was moved to {aside}")
-                self.folder.add_plan(self.start_step + 1, self.plan)
+                self._add_plan(self.start_step + 1)
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
@@ -374,8 +374,15 @@ class Trainer:
         self.cluster.switch(prepared)
         self.loaded, self.config, self.plan = loaded, loaded.config, self.cluster.plan
         self.snapshots.have_moved()
-        self.folder.add_plan(first_step, self.plan)
+        self._add_plan(first_step)
         self.folder.write("config.yaml", self.loaded.to_yaml())
+
+    def _add_plan(self, first_step: int) -> None:
+        """Record the plan and the schedule of the steps that follow."""
+        schedule = None
+        with suppress(Exception):  # a step that the user wrote may do more than can be run on paper
+            schedule = schedule_of(self.config)
+        self.folder.add_plan(first_step, self.plan, schedule)
 
     def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
         """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.

@@ -1,0 +1,207 @@
+"""Profiles: the work of operations under another config and plan, and step times that follow from known costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner_runs import MICRO_ROWS, PROMPT, RESPONSE, config_of, record
+
+from rolepool.errors import ConfigError, PlacementError
+from rolepool.metrics.spans import Recorded
+from rolepool.placement import build_plan
+from rolepool.placement.estimate import default_micro_batches
+from rolepool.placement.roles import OPERATIONS, Role
+from rolepool.planner.costs import Work
+from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.profile import MAX_STEPS, Profile, Recording, measured_steps
+from rolepool.planner.search import TENSOR_PARALLEL
+from rolepool.trainer.paper import schedule_of
+
+LENGTH = PROMPT + RESPONSE
+RUNS = (
+    "trainer.n_gpus_per_node=1",
+    "trainer.n_gpus_per_node=4",
+    "trainer.n_gpus_per_node=7 placement.strategy=split placement.split.actor_gpus_per_node=4",
+)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return Profile([record(words) for words in RUNS])
+
+
+def work_of(profile: Profile, role: Role, name: str, num_parts: int, words: str = "") -> dict[str, Work]:
+    config = config_of(words)
+    return profile.work(config, role, OPERATIONS[name], num_parts, default_micro_batches(config, role).get(name))
+
+
+def predicted(profile: Profile, words: str, **options: object) -> Prediction:
+    config = config_of(words)
+    return Predictor(profile, schedule_of, **options).predict(words, config, build_plan(config))  # type: ignore[arg-type]
+
+
+def measured_s(words: str) -> float:
+    return Profile([record(words)]).step_s[0]
+
+
+# Work
+
+
+def test_a_call_has_as_many_micro_batches_as_its_rows_need(profile: Profile) -> None:
+    for num_parts, rows in ((1, 24), (2, 12), (3, 8)):
+        score = work_of(profile, Role.Critic, "values", num_parts)["score"]
+        assert score == pytest.approx((rows / MICRO_ROWS, rows * LENGTH, rows * LENGTH**2))
+    by_two = "critic.forward_micro_batch_size_per_gpu=2"
+    assert work_of(profile, Role.Critic, "values", 2, by_two)["score"].num_pieces == 6
+
+
+def test_an_update_has_an_optimizer_step_for_each_mini_batch(profile: Profile) -> None:
+    """24 rows in mini-batches of 12, or of 24."""
+    two = work_of(profile, Role.Actor, "update_actor", 1)
+    assert (two["optimizer"].num_pieces, two["forward"].num_pieces) == (2, 6)
+    one = work_of(profile, Role.Actor, "update_actor", 1, "actor_rollout_ref.actor.ppo_mini_batch_size=24")
+    assert (one["optimizer"].num_pieces, one["forward"].num_pieces) == (1, 6)
+    assert one["forward"].num_tokens == pytest.approx(24 * LENGTH)
+
+
+def test_tensor_parallel_ranks_share_their_rows(profile: Profile) -> None:
+    config = config_of(f"trainer.n_gpus_per_node=4 {TENSOR_PARALLEL}=2")
+    plan = build_plan(config)
+    assert plan.num_parts(config, Role.Rollout) == 2
+    decode = work_of(profile, Role.Rollout, "gen", 2)["decode"]
+    assert decode.num_tokens == pytest.approx((RESPONSE - 1) * 12)
+
+
+def test_longer_responses_take_more_decode_steps_and_longer_rows(profile: Profile) -> None:
+    words = f"data.max_response_length={2 * RESPONSE}"
+    before, after = (work_of(profile, Role.Rollout, "gen", 2, one) for one in ("", words))
+    assert after["decode"].num_pieces == pytest.approx(2 * before["decode"].num_pieces)
+    assert after["prefill"] == pytest.approx(before["prefill"])
+    long, longer = (work_of(profile, Role.Critic, "values", 2, one)["score"] for one in ("", words))
+    factor = (PROMPT + 2 * RESPONSE) / LENGTH
+    assert longer.num_tokens == pytest.approx(factor * long.num_tokens)
+    assert longer.num_attended == pytest.approx(factor**2 * long.num_attended)
+
+
+def test_sequences_that_do_not_fit_at_once_are_generated_one_wave_after_another(profile: Profile) -> None:
+    one = work_of(profile, Role.Rollout, "gen", 1)["decode"]
+    three = work_of(profile, Role.Rollout, "gen", 1, "actor_rollout_ref.rollout.max_num_seqs=8")["decode"]
+    assert three.num_pieces == pytest.approx(3 * one.num_pieces)
+    assert three.num_tokens == pytest.approx(one.num_tokens)
+
+
+# Step times
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trainer.n_gpus_per_node=3",
+        "trainer.n_gpus_per_node=12",
+        "trainer.n_gpus_per_node=8 placement.strategy=split",
+        "trainer.n_gpus_per_node=4 data.train_batch_size=48",
+        "trainer.n_gpus_per_node=3 actor_rollout_ref.rollout.n=2",
+        "trainer.n_gpus_per_node=4 actor_rollout_ref.actor.ppo_epochs=2 critic.ppo_epochs=2",
+    ],
+)
+def test_runs_with_known_costs_are_predicted(profile: Profile, words: str) -> None:
+    found = predicted(profile, words)
+    assert found.step_s == pytest.approx(measured_s(words), rel=0.03)
+    assert found.low_s < measured_s(words) < found.high_s
+
+
+def test_many_epochs_count_even_though_a_schedule_has_only_some_of_them(profile: Profile) -> None:
+    three, six = (dict(predicted(profile, f"{RUNS[1]} critic.ppo_epochs={number}").path) for number in (3, 6))
+    assert six["update_critic"] == pytest.approx(2 * three["update_critic"])
+
+
+def test_a_step_that_was_interrupted_does_not_count(profile: Profile) -> None:
+    recording = record(RUNS[0], num_steps=8)
+    spans = [
+        Recorded(one.step, one.operation, one.span._replace(end_s=one.span.end_s + 5.0 * (one.step == 5)))
+        for one in recording.spans
+    ]
+    disturbed = Profile([recording._replace(spans=spans)])
+    assert predicted(disturbed, RUNS[0]).step_s == pytest.approx(measured_s(RUNS[0]), rel=0.03)
+
+
+def test_the_first_steps_do_not_count_and_long_runs_are_thinned_out() -> None:
+    spans = record(RUNS[0], num_steps=6).spans
+    assert measured_steps(spans) == [3, 4, 5, 6]
+    assert measured_steps([one for one in spans if one.step < 2]) == [1]
+    (first, *_) = spans
+    many = [first._replace(step=step) for step in range(1, 1001)]
+    assert len(measured_steps(many)) < 2 * MAX_STEPS
+
+
+def test_a_faster_role_shortens_its_operations_only(profile: Profile) -> None:
+    slow, fast = (predicted(profile, RUNS[1], speeds=speeds) for speeds in ({}, {"rollout": 2.0}))
+    times = [dict(one.path) for one in (slow, fast)]
+    assert times[1]["gen"] == pytest.approx(times[0]["gen"] / 2)
+    assert times[1]["update_actor"] == pytest.approx(times[0]["update_actor"])
+    assert fast.step_s == pytest.approx(slow.step_s - times[1]["gen"])
+
+
+# What is not covered
+
+
+def test_what_was_never_measured_is_said(profile: Profile) -> None:
+    assert predicted(profile, RUNS[1]).notes == []
+    alone = Profile([record("trainer.n_gpus_per_node=1")])
+    notes = predicted(alone, "trainer.n_gpus_per_node=2 trainer.nnodes=2").notes
+    assert any("collectives were not measured" in note for note in notes)
+    assert any("network between nodes was not measured" in note for note in notes)
+    shared = "trainer.n_gpus_per_node=1 placement.strategy=split placement.split.share=0.5"
+    assert any("share a GPU were not measured" in note for note in predicted(alone, shared).notes)
+    own = "trainer.n_gpus_per_node=2 placement.strategy=custom placement.pools={a:[1],r:[1]}"
+    roles = "placement.roles={actor:a,ref:a,critic:a,rollout:r}"
+    assert any("weight sync between pools" in note for note in predicted(alone, f"{own} {roles}").notes)
+
+
+def test_an_interval_is_wider_where_less_was_measured(profile: Profile) -> None:
+    def width(one: Prediction) -> float:
+        return (one.high_s - one.low_s) / one.step_s
+
+    alone = Profile([record("trainer.n_gpus_per_node=1")])
+    assert width(predicted(alone, RUNS[1])) > 3 * width(predicted(profile, RUNS[1]))
+
+
+def test_an_operation_that_was_not_measured_is_refused(profile: Profile) -> None:
+    without = Profile([record(f"{RUNS[0]} actor_rollout_ref.actor.use_kl_loss=false")])
+    with pytest.raises(ConfigError, match="predict: ref was not measured in the profile; record a run with it"):
+        predicted(without, RUNS[0])
+
+
+def test_a_placement_that_cannot_run_is_refused(profile: Profile) -> None:
+    with pytest.raises(PlacementError, match="cannot be split into 5 equal parts"):
+        predicted(profile, "trainer.n_gpus_per_node=5")
+    with pytest.raises(PlacementError, match=r"does not fit in memory, by \d"):
+        predicted(profile, RUNS[0], gpu_memory_bytes=2**31)
+
+
+def test_a_run_without_recorded_work_is_a_profile_of_whole_operations() -> None:
+    """As an older version recorded it: parts have seconds, and nothing else."""
+    recording = record(RUNS[1])
+    spans = [
+        one._replace(span=one.span._replace(parts=tuple(part._replace(num_tokens=0) for part in one.span.parts)))
+        for one in recording.spans
+    ]
+    found = predicted(Profile([Recording(recording.config, recording.plan, spans)]), RUNS[1])
+    assert found.step_s == pytest.approx(measured_s(RUNS[1]), rel=0.05)
+    assert any("was not recorded" in note for note in found.notes)
+
+
+def test_a_run_without_a_complete_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no completed step with spans"):
+        Profile([record(RUNS[0])._replace(spans=[])])
+
+
+def test_pools_that_shared_a_gpu_teach_how_much_of_it_they_get() -> None:
+    """Calls of the shared run take as long as alone, so sharing costs nothing: each pool has a whole GPU."""
+    shared = "trainer.n_gpus_per_node=1 placement.strategy=split placement.split.share=0.5"
+    both = Profile([record("trainer.n_gpus_per_node=1"), record(shared)])
+    assert both.sharing == [both.recordings[1]]
+    assert predicted(both, shared).step_s == pytest.approx(measured_s(shared), rel=0.03)
+    apart = replace(predicted(Profile([record("trainer.n_gpus_per_node=1")]), shared))
+    assert apart.step_s > 1.1 * predicted(both, shared).step_s
