@@ -23,6 +23,9 @@ LEAST_NOISE = 0.03
 LEAST_EXPECTED = 0.05
 """Times that are expected to be a smaller part of the mean time count as this part."""
 NUM_FITS = 3
+STALL = 30.0
+"""Times that are so many times longer than what is usual for the assumed shares are those of a process that stood
+still. They would distort the first fit, so they are not used at all."""
 OUTLIER = 4.0
 """Times that are so many times the usual deviation away from the first fit are not used, such as those of a call that
 was interrupted by another program."""
@@ -67,8 +70,12 @@ class LinearCost:
         prior = np.where(scale > 0, PRIOR_SHARES, 0.0)
         scale = np.where(scale > 0, scale, raw[:, 0].mean())
         prior[0] += 1 - prior.sum()
-        typical_s = max(float(np.mean(seconds)), 1e-9)
-        features, times = raw / scale, np.array(seconds) / typical_s
+        features, times = raw / scale, np.array(seconds)
+        ratios = times / (features @ prior)
+        kept = ratios <= STALL * np.median(ratios)
+        features, times = features[kept], times[kept]
+        typical_s = max(float(times.mean()), 1e-9)
+        times /= typical_s
         expected = features @ prior
         for _ in range(NUM_FITS - 1):  # what a time may deviate is in proportion to what is expected
             solved, _ = _solve(features, times, NOISE * np.maximum(expected, LEAST_EXPECTED), prior)

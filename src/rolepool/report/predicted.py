@@ -3,6 +3,7 @@
 Owns reading profiles, and how predictions are shown. `rolepool.planner` predicts.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -80,13 +81,13 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // num_gpus
         spans: list[Recorded] = []
         now = 0.0
-        for step, row in metrics.items():
-            for number, name in enumerate([name for name in OPERATIONS if name in names or name == SYNC]):
-                seconds = row.get(f"{TIMING}{name}", 0.0)
-                role = roles.get(name)
+        for step, logged in metrics.items():
+            row = {name: value for name, value in logged.items() if math.isfinite(value)}
+            tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
+            for name in (name for name in OPERATIONS if name in names or name == SYNC):
+                seconds, role, call = row.get(f"{TIMING}{name}", 0.0), roles.get(name), len(spans)
                 pool = DRIVER if role is None else plan.roles.get(role, RULE_POOL)
-                tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
-                span = Span(pool, role or "trainer", 0, name, now, now, now + seconds, call=100 * step + number)
+                span = Span(pool, role or "trainer", 0, name, now, now, now + seconds, call=call, after=(call - 1,))
                 spans.append(Recorded(step, name, span._replace(num_rows=num_rows, num_tokens=tokens)))
                 now += seconds
         yield Recording(config, plan, spans)
@@ -131,6 +132,8 @@ class Request:
             config = load_config([config.model_dump(mode="json")], options.set).config
         with explained(f"--speed {' '.join(options.speed)}", "write factors, such as --speed rollout=2", ValueError):
             speeds = {name: float(factor) for name, _, factor in (word.partition("=") for word in options.speed)}
+            if not all(0 < factor < math.inf for factor in speeds.values()):
+                raise ValueError("a factor must be over 0")
         memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
         is_here = inventory == recordings[-1].plan.gpus_per_node and len(inventory) == 1
         cores, profile = num_cores() if is_here else None, Profile(recordings)
