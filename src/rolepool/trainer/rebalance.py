@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from rolepool.config import Config, LoadedConfig
 from rolepool.config.fitting import num_cores
 from rolepool.errors import RolepoolError, one_line
-from rolepool.placement import Plan
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
-from rolepool.planner.search import search
+from rolepool.planner.search import places, search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of
 from rolepool.report.run import open_run, read_run
 from rolepool.trainer.moves import moved
@@ -80,66 +79,61 @@ class Rebalancer:
     """Looks for a better placement while a run trains. The search runs in a thread beside the steps."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
-        keys = trainer.config.placement
-        self._calibrates, self._repeats, self._least_gain = keys.chooses, keys.rebalance, keys.rebalance_gain
-        self._due = trainer.start_step + (NUM_CALIBRATION_STEPS if self._calibrates else NUM_STEPS_BETWEEN)
+        self._trainer, self._keys = trainer, trainer.config.placement
+        self._calibrates = self._keys.chooses
+        self._due: int | None = None
+        """The step after which the next search begins."""
         self._thread: threading.Thread | None = None
         self._found: tuple[Prediction, float] | None = None
-        self._expected: tuple[int, Prediction, float] | None = None
-        """The first step after the last move, what was predicted for it, and the step time before."""
+        """The placement to move to, and the step time before the move."""
+        self._expected: tuple[Prediction, float] | None = None
+        """The same after the run was asked to move."""
         self.move_s = FIRST_MOVE_S
+        """How long the last move took."""
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
+        if self._due is None:
+            self._due = number - 1 + (NUM_CALIBRATION_STEPS if self._calibrates else NUM_STEPS_BETWEEN)
         if self._found is not None:
-            (best, before_s), self._found = self._found, None
-            self._ask(best, before_s, number)
-        elif self._thread is None and number >= self._due and (self._calibrates or self._repeats):
-            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
-            self._thread.start()
+            self._ask(*self._found)
+            self._found = None
         elif self._thread is not None and not self._thread.is_alive():
             self._thread, self._calibrates, self._due = None, False, number + NUM_STEPS_BETWEEN
+        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
+            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
+            self._thread.start()
 
-    def has_moved(self, number: int, seconds: float) -> None:
-        """The run has moved before this step."""
-        self.move_s = seconds
-        if self._expected is not None:
-            self._expected = (number, *self._expected[1:])
+    @property
+    def _may_move(self) -> bool:
+        return self._calibrates or self._keys.rebalance
 
     def _look(self, number: int) -> None:
         trainer = self._trainer
         try:
-            run = read_run(trainer.folder.path, LAST_BYTES)
-            recordings = recordings_of(run)
+            recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
             best, predictor = _best(recordings, trainer.config, trainer.plan.gpus_per_node)
             now_s = predictor.profile.step_s[len(recordings) - 1]
-            self._report(number, now_s)
-            gain_s, num_left = now_s - best.step_s, trainer.num_steps - number
-            least = 0.0 if self._calibrates else self._least_gain
-            if _slots(best.plan) != _slots(trainer.plan) and gain_s > least * now_s and gain_s * num_left > self.move_s:
-                self._found = best, now_s
-            elif self._calibrates:
-                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
         except RolepoolError as error:
             logger.warning("no other placement was looked for: %s", one_line(error))
+            return
+        if self._expected is not None:
+            (last, before_s), self._expected = self._expected, None
+            text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
+            trainer.observer.on_notice(f"placement: {text}")
+        gain_s, num_left = now_s - best.step_s, trainer.num_steps - number
+        pays = gain_s * num_left > self.move_s and (self._calibrates or gain_s > self._keys.rebalance_gain * now_s)
+        if self._may_move and pays and places(best.plan) != places(trainer.plan):
+            self._found = best, now_s
+        elif self._calibrates:
+            trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
 
-    def _report(self, number: int, now_s: float) -> None:
-        """Say what the last move has brought."""
-        if self._expected is not None and number >= self._expected[0] + NUM_CALIBRATION_STEPS:
-            (_, best, before_s), self._expected = self._expected, None
-            text = f"{before_s:.3g} s per step before the move, {best.step_s:.3g} s predicted, {now_s:.3g} s measured"
-            self._trainer.observer.on_notice(f"placement: {text}")
-
-    def _ask(self, best: Prediction, before_s: float, number: int) -> None:
+    def _ask(self, best: Prediction, before_s: float) -> None:
         try:
             loaded, plan = moved(self._trainer.config, best.name.split())
             self._trainer.move(plan, loaded)
-            self._expected = number, best, before_s
-            self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
         except RolepoolError as error:
             logger.warning("the run does not move: %s", one_line(error))
-
-
-def _slots(plan: Plan) -> dict[str, object]:
-    return {role: plan.pool_of(role).slots for role in plan.roles}
+            return
+        self._expected = best, before_s
+        self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
