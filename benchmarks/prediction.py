@@ -112,13 +112,12 @@ SMALL = "data.train_batch_size=128"
 GPU_PROFILES = (
     Case("placement.strategy=standard", shape="qwen2.5-0.5b"),
     Case(f"{SHARED} {SMALL}", shape="qwen2.5-0.5b"),
-    Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-1.5b"),
 )
 GPU_CASES = (
+    Case("placement.strategy=standard trainer.snapshot_freq=-1", shape="qwen2.5-0.5b"),
     Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-0.5b"),
     Case(SHARED, shape="qwen2.5-0.5b"),
     Case(f"{SHARED} placement.mps=true", shape="qwen2.5-0.5b"),
-    Case("placement.strategy=standard data.train_batch_size=64", shape="qwen2.5-1.5b"),
 )
 TINY_CASES = (Case(STANDARD.format(1)), Case(SPLIT.format(1, 2)), Case(f"{STANDARD.format(1)} {SHORT}"))
 

@@ -76,11 +76,9 @@ def of_a_call(num_rows: int, width: int) -> float:
             for _ in range(12):  # as an update of four mini-batches has
                 with part("forward"):
                     pass
-        Span("pool", "role", 0, "method", 0.0, 0.0, 0.0)._replace(
-            **process._handled([batch], None),
-            peak_memory_bytes=int(os.pread(statm, 100, 0).split()[1]) * process.PAGE_BYTES,
-            parts=times.added_up(),
-        )
+        memory = int(os.pread(statm, 100, 0).split()[1]) * process.PAGE_BYTES
+        more = 0, (), *process._handled([batch], None), memory, times.added_up(), memory
+        Span("pool", "role", 0, "method", 0.0, 0.0, 0.0, "node", "cpu", *more)
     return (time.perf_counter() - start) / NUM_CALLS
 
 

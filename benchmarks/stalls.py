@@ -1,10 +1,12 @@
 """Stop a rank, or let a reward function never return, in a run that trains, and see how long the message takes.
 
-    python benchmarks/stalls.py [--limit 5]
+    python benchmarks/stalls.py --limit 5                        all cases
+    python benchmarks/stalls.py --case "rank 1" --case sleeps    those with these words, with rolepool's own limits
 
 Each case is a run of the demo task on two CPU processes. After its second step comes the fault. The limits of stalls
-and of reward functions are `--limit` seconds. Prints a table: seconds from the fault to the message, the message or the
-error that names the cause, and how the run ended.
+and of reward functions are `--limit` seconds, if it is given. Prints a table: seconds from the fault to the message,
+seconds from the fault to the end of the next step, the message or the error that names the cause, and how the run
+ended.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo, make_demo
@@ -40,6 +41,7 @@ SLEEPS = "time.sleep(100_000)"
 SPINS_IN_C = "sum(range(10**13))"
 BACKTRACKS = 're.match(r"(a+)+$", "a" * 60 + "b")'
 SPLIT = "placement.strategy=split"
+LIMIT_KEYS = ("trainer.stall_timeout_s", "custom_reward_function.timeout_s")
 
 
 class Fault(Observer):
@@ -56,6 +58,8 @@ class Fault(Observer):
             self.fault_s = time.monotonic()
         elif metrics.get("reward/failed/mean") and not self.told_s:
             self.tell(f"reward/failed/mean={metrics['reward/failed/mean']:.3g} in step {step}")
+        if self.told_s and not self.next_step_s and "timing_s/step" in metrics:
+            self.next_step_s = time.monotonic()
 
     def on_notice(self, line: str) -> None:
         if line.startswith("stall: ") and not self.told_s:
@@ -65,7 +69,7 @@ class Fault(Observer):
         self.told_s, self.line = time.monotonic(), line
 
 
-def run(demo: Demo, folder: Path, limit_s: float, code: str | None, victim: tuple[str, int], *more: str) -> list[Any]:
+def run(demo: Demo, folder: Path, code: str | None, victim: tuple[str, int], *more: str) -> list[str]:
     """One case; a row of the table."""
     fault_file, reward = folder / "fault", folder / "reward.py"
     folder.mkdir()
@@ -83,9 +87,7 @@ def run(demo: Demo, folder: Path, limit_s: float, code: str | None, victim: tupl
         "trainer.save_freq=-1",
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder / 'run'}",
-        f"trainer.stall_timeout_s={limit_s}",
         f"custom_reward_function.path={reward}",
-        f"custom_reward_function.timeout_s={limit_s}",
         *more,
     ]
     trainer = Trainer(load_config([], keys))
@@ -102,13 +104,16 @@ def run(demo: Demo, folder: Path, limit_s: float, code: str | None, victim: tupl
         ended = f"error: {error.problems[0]}"
         if not fault.told_s:
             fault.tell(error.problems[0])
-    return [f"{fault.told_s - fault.fault_s:.1f}", fault.line, ended]
+    next_step = f"{fault.next_step_s - fault.fault_s:.1f}" if fault.next_step_s else "-"
+    return [f"{fault.told_s - fault.fault_s:.1f}", next_step, fault.line, ended]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=5.0)
-    limit_s = parser.parse_args().limit
+    parser.add_argument("--limit", type=float, help="seconds; default: the limits that rolepool has")
+    parser.add_argument("--case", action="append", default=[], help="words in the name of a case; default: all cases")
+    options = parser.parse_args()
+    limits = [f"{key}={options.limit}" for key in LIMIT_KEYS] if options.limit else []
     zero = "custom_reward_function.on_error=zero"
     actor, critic, rule = ("actor_rollout_ref_pool", 0), ("critic_pool", 0), (RULE_POOL, 0)
     nobody = ("", 0)
@@ -124,9 +129,12 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         demo = make_demo(Path(folder) / "demo")
-        print("| fault | seconds to the message | message | end of the run |\n| --- | --- | --- | --- |")
+        print("| fault | seconds to the message | to the next step | message | end of the run |")
+        print("| --- | --- | --- | --- | --- |", flush=True)
         for number, (name, (code, victim, more)) in enumerate(cases.items()):
-            row = run(demo, Path(folder) / f"case{number}", limit_s, code, victim, *more)
+            if options.case and not any(words in name for words in options.case):
+                continue
+            row = run(demo, Path(folder) / f"case{number}", code, victim, *more, *limits)
             print(f"| {' | '.join([name, *row])} |".replace(folder, "..."), flush=True)
 
 

@@ -22,7 +22,7 @@ from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import advise, find_problems, find_warnings
+from rolepool.placement.checks import advise, find_problems, find_snapshot_warnings, find_warnings
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
@@ -201,7 +201,10 @@ def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memor
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
     summary = _summary_of(loaded.config, made, gpu_memory_bytes, replan, on_cpus=on_cpus)
     refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
-    return replace(summary, warnings=[*refused, *loaded.warnings, *summary.warnings])
+    warnings = [*refused, *loaded.warnings, *summary.warnings]
+    if on_cpus or (inventory is None and max(made.gpus_per_node) <= num_gpus()):  # the plan is for such machines
+        warnings += find_snapshot_warnings(summary.memory)
+    return replace(summary, warnings=warnings)
 
 
 def _summary_of(

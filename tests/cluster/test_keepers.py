@@ -13,8 +13,9 @@ import ray
 from cluster_helpers import wait_until
 from ray.cluster_utils import Cluster as RayCluster
 
-from rolepool.cluster.keepers import SHARED_MEMORY, Keepers
+from rolepool.cluster.keepers import Keepers
 from rolepool.cluster.launch import live_nodes
+from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.protocol.futures import CallFuture
 
 pytestmark = pytest.mark.slow

@@ -98,7 +98,9 @@ def test_a_signal_to_the_process_group_saves_the_step(
 @pytest.mark.slow
 def test_timeout_ends_a_run_as_sigterm_does(demo: Demo, tmp_path: Path) -> None:
     more = ["trainer.total_training_steps=100000", "trainer.save_freq=100000"]
-    run = start(demo, tmp_path, *more, wrapper=("timeout", "--preserve-status", "-s", "TERM", "60"))
+    run = start(demo, tmp_path, *more, wrapper=("timeout", "--preserve-status", "-s", "TERM", "3600"))
+    wait_for_step(run, tmp_path, 2)
+    run.send_signal(signal.SIGALRM)  # the signal that `timeout` gets when the time is up
     output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 143, output
     assert "was finished and saved; the same command resumes from it" in output and "Traceback" not in output

@@ -221,6 +221,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "timeout_s": 60,
         "on_node_loss": "wait",
         "mps": False,
+        "profile": None,
+        "rebalance": False,
+        "rebalance_gain": 0.1,
     },
     "ray_kwargs": {"ray_init.address": NOT_SAID, "ray_init.num_cpus": None},
 }

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +149,30 @@ def test_more_cpu_processes_than_cores_are_a_warning_of_plan(
     assert many.err == (
         "warning: trainer.n_gpus_per_node=4: 4 processes share 2 CPU cores and will be slow; use fewer processes\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ("trainer.device=cpu trainer.n_gpus_per_node=2", True),
+        ("trainer.device=cpu trainer.n_gpus_per_node=2 trainer.snapshot_freq=-1", False),
+        ("trainer.n_gpus_per_node=2", True),
+        ("trainer.n_gpus_per_node=8", False),
+        ("--inventory 2", False),
+    ],
+)
+def test_plan_says_if_this_machine_has_too_little_shared_memory_for_snapshots(
+    words: str, warns: bool, rolepool: Rolepool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolepool.api.num_gpus", lambda: 2)
+    monkeypatch.setattr("rolepool.placement.checks.num_cores", lambda: 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**30))
+    made = rolepool(
+        "plan", "actor_rollout_ref.model.path=recipes/shapes/qwen2.5-0.5b", "--gpu-memory", "80", *words.split()
+    )
+    assert made.code == 0
+    warning = (
+        "warning: snapshots need 22.1 GiB of /dev/shm, and 3.0 GiB are free; none will be taken, and if a process "
+        "dies, training goes on from the last checkpoint\n"
+    )
+    assert made.err == (warning if warns else "")

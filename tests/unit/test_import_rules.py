@@ -37,7 +37,7 @@ MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["terminal"] = {"errors", "command_line"}
 for part in ("placement", "report", "trainer", "cli"):
     MAY_IMPORT[part] |= {"terminal"}
-MAY_IMPORT["trainer"] |= {"cluster", "command_line"}
+MAY_IMPORT["trainer"] |= {"cluster", "command_line", "planner", "report"}
 MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 

@@ -22,11 +22,11 @@ from ray.exceptions import RayError
 from rolepool.cluster.launch import live_nodes, pinned_to
 from rolepool.errors import one_line
 from rolepool.files import left_behind, locked, write_atomically
+from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.protocol.futures import CallFuture
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rolepool-"
 CHUNK_BYTES = 64 * 2**20
 """How much of a file is sent at once."""

@@ -46,7 +46,7 @@ def check_name(known: Collection[str], name: str, kind: str = "function") -> str
 
 AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMATORS))]
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
-StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom")))]
+StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom", "auto")))]
 EngineName = Annotated[str, AfterValidator(partial(check_name, ("native", *OTHER_ENGINES), kind="class"))]
 StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
 

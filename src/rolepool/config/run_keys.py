@@ -251,7 +251,8 @@ class RolePoolsConfig(Section):
 class PlacementConfig(Section):
     strategy: StrategyName = "standard"
     """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
-    placement.pools and placement.roles (custom), or a function of your own as module:function (docs/extending.md)."""
+    placement.pools and placement.roles (custom), the placement that is predicted to be the best (auto), or a function
+    of your own as module:function (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
@@ -263,6 +264,18 @@ class PlacementConfig(Section):
     again on the nodes that are left (shrink)."""
     mps: bool = False
     """Run CUDA MPS during the run on nodes where pools share GPUs."""
+    profile: str | None = None
+    """The run folder from which strategy=auto predicts. null uses the newest one with the same models beside the run's
+    own folder; if there is none, the first steps of the run."""
+    rebalance: bool = False
+    """Look for a better placement while the run trains, and move there if that pays within the steps that are left."""
+    rebalance_gain: NonNegative = 0.1
+    """The predicted gain, as a part of the step time, for which the run moves."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the placement is chosen by prediction."""
+        return self.strategy == "auto"
 
 
 class RayInitConfig(Section):

@@ -26,9 +26,6 @@ from rolepool.models.training import TrainedModel
 
 logger = logging.getLogger(__name__)
 
-Part = tuple[Tensor, tuple[int, ...]]
-"""What a rank holds of a tensor, and where that begins in the whole tensor."""
-
 
 class SnapshotWriter:
     """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other work."""
@@ -59,11 +56,10 @@ class SnapshotWriter:
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
         tensors = all_tensors(self._trained)
         parts = own_parts(tensors)
-        copies = self._opened(shard, parts)
+        copies = self._opened(shard, tensors, parts)
         write_atomically(own_file, [rank_state_text(self._trained, tensors, number)])
         with self._trained.copying():
-            targets, sources = [copies[name] for name in parts], [tensor for tensor, _ in parts.values()]
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_([copies[name] for name in parts], list(parts.values()), non_blocking=True)
             # The last copy says that the others are done. No thread of this process has to wait for that. The number is
             # written by a kernel, because a copy of it to the GPU would wait for all copies before it.
             self._last_number = torch.full((1,), number, device=self._trained.device)
@@ -74,21 +70,22 @@ class SnapshotWriter:
         if self._trained.device == "cuda":
             self._trained.copy_stream.synchronize()
 
-    def _opened(self, path: Path, parts: dict[str, Part]) -> dict[str, Tensor]:
-        """The tensors of a file, as views of its memory. If the file is for other tensors, it is replaced."""
-        names = [(name, tensor.shape) for name, (tensor, _) in parts.items()]
+    def _opened(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The copies of these parts of tensors in a file, as views of its memory. If the file is for other parts, it is
+        replaced."""
+        names = [(name, part.shape) for name, part in parts.items()]
         if path not in self._files or self._files[path][0] != names or not path.exists():
             for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
                 folder.mkdir(exist_ok=True, mode=0o700)
-            offsets = {name: {"saved_offsets": offset} for name, (_, offset) in parts.items()}
-            tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, (tensor, _) in parts.items()}
+            offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
+            copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
             path.unlink(missing_ok=True)
             for memory in self._pinned.pop(path, ()):
                 torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-            save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            save_file(copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
             marker = {COPIED: torch.tensor([-1])}
             save_file(marker, path.with_suffix(COPIED_SUFFIX))
-            files = {path: tensors, path.with_suffix(COPIED_SUFFIX): marker}
+            files = {path: copies, path.with_suffix(COPIED_SUFFIX): marker}
             mapped = [_mapped(file, content) for file, content in files.items()]
             self._files[path] = names, {name: one for _, views in mapped for name, one in views.items()}
             if self._trained.device != "cpu":  # the GPU copies only to pinned memory while it goes on with other work
@@ -98,24 +95,31 @@ class SnapshotWriter:
         return self._files[path][1]
 
 
-def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+@torch.no_grad()
+def own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank writes: its shards, if it is the first of its replicas, and on rank 0 what is not sharded."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, Tensor] = {}
     rank, _ = rank_and_count()
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             if rank == 0:
-                parts[name] = tensor.detach(), (0,) * tensor.dim()
+                parts[name] = tensor
             continue
-        mesh, placements = tensor.device_mesh, tensor.placements
-        place = mesh.get_coordinate() or [0] * mesh.ndim
-        if any(at and isinstance(how, Replicate) for at, how in zip(place, placements, strict=True)):
+        place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+        if any(at and isinstance(how, Replicate) for at, how in zip(place, tensor.placements, strict=True)):
             continue
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        local = tensor.to_local().detach()
+        local = tensor.to_local()
         if local.numel():
-            parts[name] = local, tuple(offset)
+            parts[name] = local
     return parts
+
+
+def _offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where the part of a tensor that this rank holds begins in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
 
 
 def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

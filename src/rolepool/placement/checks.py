@@ -6,6 +6,7 @@ sequences must not be longer than the models allow. A failed check is certain an
 """
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from rolepool.config.functions import ADV_ESTIMATORS, import_object
 from rolepool.config.model_files import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
-from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, peak_by_role
+from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
 from rolepool.placement.strategies import build_plan
@@ -55,6 +56,14 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
+
+
+def find_snapshot_warnings(estimate: MemoryEstimate) -> Iterator[str]:
+    """A line if the snapshots of a run on this machine do not fit in its shared memory."""
+    needed, free = estimate.snapshot_bytes, shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
+    if needed > free:
+        what = f"snapshots need {needed / GIB:.1f} GiB of {SHARED_MEMORY}, and {free / GIB:.1f} GiB are free"
+        yield f"{what}; none will be taken, and if a process dies, training goes on from the last checkpoint"
 
 
 def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 
 from rolepool.config import Config
 from rolepool.config.model_files import ModelShape, ShapeUnknown, read_shape
@@ -300,6 +301,7 @@ def _role_memory(
     return max(memories, key=lambda memory: memory.working), sizes
 
 
+SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_BYTES_PER_PARAM = 12
 """A weight and AdamW's two moments, in float32."""
 

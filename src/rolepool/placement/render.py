@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rolepool.placement.checks import Advice
-from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, MemoryEstimate
+from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, SHARED_MEMORY, MemoryEstimate
 from rolepool.placement.plan import Plan
 from rolepool.terminal import Terminal
 
@@ -213,7 +213,7 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> Iterator
         if plan.mps and plan.sharing_pools:
             yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
     if estimate.snapshot_bytes > GIB // 10:
-        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm on each node"
+        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY} on each node"
         yield "snapshots", f"{needed}, to go on if a process dies"
 
 

@@ -82,7 +82,8 @@ def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     return ResourcePoolManager(specs, roles)
 
 
-STRATEGIES = {"standard": standard, "split": split, "custom": custom}
+STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": standard}
+"""`auto` begins like `standard`, if there is no profile from which a placement can be chosen before the start."""
 
 
 def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:

@@ -139,7 +139,8 @@ class _Times:
         homes = {role: "+".join(group) for group in groups for role in group}
         seconds: dict[str, Any] = {}
         for call in self.schedule.calls:
-            wanted = {Role.Actor} if Role.Actor in call.roles else call.roles  # a sync depends on the actor's pool
+            # The time of a weight sync depends on the pool of the role that is trained.
+            wanted = {role for role in call.roles if ROLE_SPECS[role].is_trained} or call.roles
             group, of_group = next(
                 ((group, sizes[:, at]) for at, group in enumerate(groups) if wanted.intersection(group)),
                 ((), np.zeros(len(sizes), dtype=int)),  # of the driver, or of the rule reward
@@ -160,7 +161,8 @@ class _Times:
                 self._plans[group, size] = plan, estimate_memory(self._config, plan, limit)
             plan, memory = self._plans[group, size]
             if not is_whole and group:  # a weight sync between two pools
-                plan = plan.model_copy(update={"roles": {**plan.roles, Role.Rollout: "elsewhere"}})
+                others = dict.fromkeys(call.roles.difference(group), "elsewhere")
+                plan = plan.model_copy(update={"roles": {**plan.roles, **others}})
             found = self.predictor.seconds(self._config, plan, call, memory, self.schedule).mean
             self._seconds[key] = np.inf if memory.excess else found
         return self._seconds[key]

@@ -30,6 +30,8 @@ from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
 from rolepool.report.tables import TABLES
 
 Answer = tuple[dict[str, Prediction], list[str]]
+WORDS_OF_LOGGED = (("ref", "actor_rollout_ref.actor.use_kl_loss=true"),)
+"""Settings that a log with the time of an operation shows."""
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
 
@@ -42,7 +44,7 @@ def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[R
         found += recordings_of(read_run(path)) if path.is_dir() else _recordings_of_log(path, num_gpus)
     first = found[0].config if found else None
     for one in found:
-        if first is not None and _identity(one.config) != _identity(first):
+        if first is not None and identity_of(one.config) != identity_of(first):
             problem = "the runs have different models or devices, so they are not one profile"
             raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
     return found
@@ -57,7 +59,7 @@ def recordings_of(run: Run) -> list[Recording]:
     return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
 
 
-def _identity(config: Config) -> tuple[Any, ...]:
+def identity_of(config: Config) -> tuple[Any, ...]:
     """What runs of one profile have in common."""
     paths = [config.at(spec.model).path for spec in ROLE_SPECS.values()]
     return config.trainer.device, *paths
@@ -72,7 +74,7 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         names = {name.removeprefix(TIMING) for row in metrics.values() for name in row if name.startswith(TIMING)}
         words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
         words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
-        words += ["actor_rollout_ref.actor.use_kl_loss=true"] if "ref" in names else []
+        words += [word for name, word in WORDS_OF_LOGGED if name in names]
         config = load_config([], words).config
         plan = build_plan(config)
         roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}

@@ -37,6 +37,7 @@ from rolepool.trainer.checkpoint import Checkpoints, Position
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
+from rolepool.trainer.rebalance import Rebalancer
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls
@@ -123,6 +124,7 @@ class Trainer:
         self._unfinished: StepCalls | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
+        self.rebalancer = Rebalancer(self)
         self._move: Move | None = None
         """The move whose processes are starting or have started."""
         self.death: Death | None = None
@@ -401,7 +403,10 @@ class Trainer:
         return self._move
 
     def _move_if_asked(self, number: int) -> None:
-        """After a step: begin the move that a file asks for, or change over if its processes have started."""
+        """After a step: begin the move that a file or the planner asks for, or change over if its processes have
+        started."""
+        if self._move is None and number > self.start_step:
+            self.rebalancer.after_step(number)
         if self._move is None and (request := take_request(self.folder.path)) is not None:
             try:
                 loaded, plan = moved(self.config, request.words)
@@ -429,6 +434,7 @@ class Trainer:
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
             self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
+            self.rebalancer.has_moved(number + 1, seconds)
             self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
             answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
 

@@ -69,9 +69,11 @@ def start(
         make_demo(DEMO_FOLDER)
 
     from rolepool.trainer.console import TrainingConsole
+    from rolepool.trainer.rebalance import resolve
     from rolepool.trainer.start_checks import check_start
 
-    print_errors(loaded.notes(), label="note: ")
+    loaded, notices = resolve(loaded)
+    print_errors([*loaded.notes(), *notices], label="note: ")
     print_errors([*loaded.warnings, *check_start(loaded.config)], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
     console.on_phase("importing torch")

@@ -11,11 +11,11 @@ from itertools import count
 from pathlib import Path
 
 from rolepool.cluster import Cluster
-from rolepool.cluster.keepers import SHARED_MEMORY, Files, Keepers
+from rolepool.cluster.keepers import Files, Keepers
 from rolepool.config import Config
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
 from rolepool.placement import Plan
-from rolepool.placement.estimate import GIB, snapshot_bytes
+from rolepool.placement.estimate import GIB, SHARED_MEMORY, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
 

@@ -1,0 +1,145 @@
+"""Choosing the placement: before a run starts, from a profile, and while it trains, from its own spans.
+
+Owns `placement.strategy=auto` and `placement.rebalance`. A run without a profile starts in the standard placement; its
+first steps are the calibration, and then it moves to the placement that is predicted to be the best.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rolepool.config import Config, LoadedConfig
+from rolepool.config.fitting import num_cores
+from rolepool.errors import RolepoolError, one_line
+from rolepool.placement import Plan
+from rolepool.placement.plan import detect_gpu_memory
+from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
+from rolepool.planner.search import search
+from rolepool.report.predicted import identity_of, read_recordings, recordings_of
+from rolepool.report.run import open_run, read_run
+from rolepool.trainer.moves import moved
+from rolepool.trainer.paper import schedule_of
+
+if TYPE_CHECKING:
+    from rolepool.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
+NUM_STEPS_BETWEEN = 20
+"""Steps between two checks of `placement.rebalance`."""
+FIRST_MOVE_S = 10.0
+"""How long a move is assumed to take before the first one was measured."""
+LAST_BYTES = 8_000_000
+"""How much of its spans a run reads to predict other placements."""
+
+
+def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """The config that a run starts with, and a notice if its placement is chosen by prediction."""
+    config = loaded.config
+    if not config.placement.chooses:
+        return loaded, []
+    folder = config.placement.profile or newest_profile(config)
+    if folder is None:
+        steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
+        return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
+    inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    best, _ = _best(read_recordings([folder], None), config, inventory)
+    chosen, _ = moved(config, best.name.split())
+    notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
+    return replace(loaded, config=chosen.config), [notice]
+
+
+def newest_profile(config: Config) -> Path | None:
+    """The newest run folder beside that of the config with the same models and device, if there is one."""
+    home = Path(config.trainer.default_local_dir).parent
+    for file in sorted(home.glob("*/spans.jsonl"), key=lambda file: -file.stat().st_mtime):
+        with suppress(RolepoolError, ValueError):  # another program's folder, or one without a completed step
+            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(config):
+                Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
+                return file.parent
+    return None
+
+
+def in_words(best: Prediction) -> str:
+    return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
+
+
+def _best(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> tuple[Prediction, Predictor]:
+    memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
+    predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
+    return search(predictor, config, inventory)[0], predictor
+
+
+class Rebalancer:
+    """Looks for a better placement while a run trains. The search runs in a thread beside the steps."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        keys = trainer.config.placement
+        self._calibrates, self._repeats, self._least_gain = keys.chooses, keys.rebalance, keys.rebalance_gain
+        self._due = trainer.start_step + (NUM_CALIBRATION_STEPS if self._calibrates else NUM_STEPS_BETWEEN)
+        self._thread: threading.Thread | None = None
+        self._found: tuple[Prediction, float] | None = None
+        self._expected: tuple[int, Prediction, float] | None = None
+        """The first step after the last move, what was predicted for it, and the step time before."""
+        self.move_s = FIRST_MOVE_S
+
+    def after_step(self, number: int) -> None:
+        """Begin a search if one is due, and ask for a move if one has found a better placement."""
+        if self._found is not None:
+            (best, before_s), self._found = self._found, None
+            self._ask(best, before_s, number)
+        elif self._thread is None and number >= self._due and (self._calibrates or self._repeats):
+            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
+            self._thread.start()
+        elif self._thread is not None and not self._thread.is_alive():
+            self._thread, self._calibrates, self._due = None, False, number + NUM_STEPS_BETWEEN
+
+    def has_moved(self, number: int, seconds: float) -> None:
+        """The run has moved before this step."""
+        self.move_s = seconds
+        if self._expected is not None:
+            self._expected = (number, *self._expected[1:])
+
+    def _look(self, number: int) -> None:
+        trainer = self._trainer
+        try:
+            run = read_run(trainer.folder.path, LAST_BYTES)
+            recordings = recordings_of(run)
+            best, predictor = _best(recordings, trainer.config, trainer.plan.gpus_per_node)
+            now_s = predictor.profile.step_s[len(recordings) - 1]
+            self._report(number, now_s)
+            gain_s, num_left = now_s - best.step_s, trainer.num_steps - number
+            least = 0.0 if self._calibrates else self._least_gain
+            if _slots(best.plan) != _slots(trainer.plan) and gain_s > least * now_s and gain_s * num_left > self.move_s:
+                self._found = best, now_s
+            elif self._calibrates:
+                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+        except RolepoolError as error:
+            logger.warning("no other placement was looked for: %s", one_line(error))
+
+    def _report(self, number: int, now_s: float) -> None:
+        """Say what the last move has brought."""
+        if self._expected is not None and number >= self._expected[0] + NUM_CALIBRATION_STEPS:
+            (_, best, before_s), self._expected = self._expected, None
+            text = f"{before_s:.3g} s per step before the move, {best.step_s:.3g} s predicted, {now_s:.3g} s measured"
+            self._trainer.observer.on_notice(f"placement: {text}")
+
+    def _ask(self, best: Prediction, before_s: float, number: int) -> None:
+        try:
+            loaded, plan = moved(self._trainer.config, best.name.split())
+            self._trainer.move(plan, loaded)
+            self._expected = number, best, before_s
+            self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
+        except RolepoolError as error:
+            logger.warning("the run does not move: %s", one_line(error))
+
+
+def _slots(plan: Plan) -> dict[str, object]:
+    return {role: plan.pool_of(role).slots for role in plan.roles}

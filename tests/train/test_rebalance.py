@@ -1,0 +1,95 @@
+"""A run chooses its placement: its first steps are the calibration, then it moves to the placement that it chose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_helpers import rows_of, small_keys
+
+from rolepool.config import load_config
+from rolepool.data.demo import Demo
+from rolepool.planner import search as searching
+from rolepool.trainer import rebalance
+from rolepool.trainer.console import Observer
+from rolepool.trainer.loop import Trainer
+
+STEPS = 14
+KEYS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=8", "trainer.val_before_train=false"]
+KEYS += [f"trainer.total_training_steps={STEPS}", "data.val_files=null"]
+
+
+class Notices(Observer):
+    """Keeps what the run says. Each row waits for the search or the processes that are starting."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.lines: list[str] = []
+        self._trainer = trainer
+
+    def on_notice(self, line: str) -> None:
+        self.lines.append(line)
+
+    def on_row(self, step: int, metrics: dict[str, float]) -> None:
+        for thread in (self._trainer.rebalancer._thread, self._trainer._move):
+            if thread is not None:
+                thread.join()
+
+
+def run(demo: Demo, folder: Path, *more: str) -> Notices:
+    trainer = Trainer(load_config([], small_keys(demo, folder, *KEYS, *more)), torch.float64)
+    trainer.observer = observer = Notices(trainer)
+    trainer.run()
+    return observer
+
+
+@pytest.fixture
+def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search prefers two pools by far, however fast they are on this machine."""
+
+    def score(one: Any, objective: str) -> float:
+        return float(one.step_s * 10 ** (3 - min(len(one.plan.pools), 2)))
+
+    def faster(*args: Any) -> list[Any]:
+        found = [one for one in real(*args) if len(one.plan.pools) == 2]
+        return [rebalance.replace(one, step_s=one.step_s / 1000) for one in found]
+
+    real = searching.search
+    monkeypatch.setattr(searching, "score_of", score)
+    monkeypatch.setattr(rebalance, "search", faster)
+    monkeypatch.setattr(rebalance, "FIRST_MOVE_S", 0.0)
+
+
+@pytest.mark.timeout(200)
+def test_a_run_without_a_profile_calibrates_and_moves_and_its_losses_do_not_change(
+    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+) -> None:
+    said = run(demo, tmp_path / "auto" / "run", "placement.strategy=auto", "placement.rebalance=true").lines
+    assert any(line.startswith("placement: chose placement.strategy=split, predicted to take") for line in said)
+    rows = [json.loads(line) for line in (tmp_path / "auto" / "run" / "metrics.jsonl").read_text().splitlines()]
+    (move,) = [row["move"] for row in rows if "move" in row]
+    assert move["after_step"] >= rebalance.NUM_CALIBRATION_STEPS
+    assert "global_pool [2] -> " in move["what"]
+
+    still = run(demo, tmp_path / "still", "placement.strategy=standard").lines
+    assert not any("placement" in line for line in still)
+    compared = [row for row in rows_of(tmp_path / "auto" / "run") if "move" not in row]
+    expected = rows_of(tmp_path / "still")
+    assert len(compared) == len(expected) == STEPS
+    for row, other in zip(compared, expected, strict=True):
+        assert row["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-9)
+        assert row["critic/vf_loss"] == pytest.approx(other["critic/vf_loss"], abs=1e-9)
+
+
+def test_a_run_with_a_profile_starts_in_the_placement_that_is_chosen_from_it(
+    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+) -> None:
+    run(demo, tmp_path / "first", "placement.strategy=standard")
+    keys = small_keys(demo, tmp_path / "second", *KEYS, "placement.strategy=auto")
+    loaded, notices = rebalance.resolve(load_config([], keys))
+    assert loaded.config.placement.strategy == "split"
+    (notice,) = notices
+    assert "chose placement.strategy=split" in notice
+    assert str(tmp_path / "first") in notice
