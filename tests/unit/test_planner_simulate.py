@@ -100,6 +100,13 @@ def test_more_processes_than_cores_slow_each_other_down(schedule: Schedule) -> N
     assert one == pytest.approx(2 * few)
 
 
+def test_processes_on_different_nodes_have_cores_of_their_own(schedule: Schedule) -> None:
+    nodes = "trainer.n_gpus_per_node=2 trainer.nnodes=2 trainer.device=cpu"
+    plan = plan_of(f"placement.strategy=split placement.split.axis=node {nodes}")
+    found = simulate(schedule, plan.roles, SECONDS, {}, partial(_core_rate, plan, 2)).step_s
+    assert found == pytest.approx(24.0)
+
+
 # Many placements at once
 
 

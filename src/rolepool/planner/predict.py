@@ -4,6 +4,7 @@ Owns what a prediction says: its interval, the busy share of each pool, the crit
 does not cover.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,8 +184,7 @@ class Predictor:
         if plan.sharing_pools:
             known = self._efficiency.get(plan.mps) if efficiency is None else efficiency
             return partial(_shared_rate, plan, 1 + change if known is None else known)
-        num_processes = sum(pool.world_size for pool in plan.pools.values())
-        if plan.device == "cpu" and self.num_cores is not None and num_processes > self.num_cores:
+        if plan.device == "cpu" and self.num_cores is not None and _most_processes(plan, plan.pools) > self.num_cores:
             return partial(_core_rate, plan, self.num_cores)
         return None
 
@@ -216,5 +216,10 @@ def _shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[st
 
 def _core_rate(plan: Plan, num_cores: int, pool: str, active: Collection[str]) -> float:
     """Processes on the same node divide its CPU cores."""
-    num_processes = sum(plan.pools[other].world_size for other in active if other in plan.pools)
-    return min(1.0, num_cores / max(1, num_processes))
+    return min(1.0, num_cores / max(1, _most_processes(plan, active)))
+
+
+def _most_processes(plan: Plan, pools: Collection[str]) -> int:
+    """The most processes of these pools on one node."""
+    by_node = Counter(slot.node for pool in pools if pool in plan.pools for slot in plan.pools[pool].slots)
+    return max(by_node.values(), default=0)

@@ -81,8 +81,9 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // num_gpus
         spans: list[Recorded] = []
         now = 0.0
-        for step, logged in metrics.items():
-            row = {name: value for name, value in logged.items() if math.isfinite(value)}
+        for step, row in metrics.items():
+            if not all(math.isfinite(value) for name, value in row.items() if name.startswith((TIMING, "perf/"))):
+                continue
             tokens = int(row.get("perf/total_num_tokens", 1.0)) // num_gpus
             for name in (name for name in OPERATIONS if name in names or name == SYNC):
                 seconds, role, call = row.get(f"{TIMING}{name}", 0.0), roles.get(name), len(spans)
