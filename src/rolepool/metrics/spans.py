@@ -75,10 +75,8 @@ class Span(NamedTuple):
     @property
     def part_seconds(self) -> dict[str, float]:
         """The seconds of each part by name."""
-        seconds: dict[str, float] = defaultdict(float)
-        for part in self.parts:
-            seconds[part.name] += part.seconds
-        return dict(seconds)
+        names = dict.fromkeys(part.name for part in self.parts)
+        return {name: sum(part.seconds for part in self.parts if part.name == name) for name in names}
 
     def on_clock(self, ahead_s: float) -> Self:
         """The same span on another clock, if the worker's clock is `ahead_s` ahead of it."""

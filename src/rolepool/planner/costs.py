@@ -62,15 +62,15 @@ class LinearCost:
     """The relative deviation of recorded times."""
 
     @classmethod
-    def fit(cls, works: Sequence[tuple[Work, int]], seconds: Sequence[float]) -> "LinearCost":
-        """Fit recorded times of work on so many ranks. Directions in which the records do not vary stay as assumed
-        before, and are as unsure."""
-        raw = np.array([work.features(num_ranks) for work, num_ranks in works])
+    def fit(cls, seen: Sequence[tuple[Work, int, float]]) -> "LinearCost":
+        """Fit recorded times: work, the number of ranks, and seconds. Directions in which the records do not vary stay
+        as assumed before, and are as unsure."""
+        raw = np.array([work.features(num_ranks) for work, num_ranks, _ in seen])
         scale = raw.mean(0)
         prior = np.where(scale > 0, PRIOR_SHARES, 0.0)
         scale = np.where(scale > 0, scale, raw[:, 0].mean())
         prior[0] += 1 - prior.sum()
-        features, times = raw / scale, np.array(seconds)
+        features, times = raw / scale, np.array([seconds for *_, seconds in seen])
         ratios = times / (features @ prior)
         kept = ratios <= STALL * np.median(ratios)
         features, times = features[kept], times[kept]

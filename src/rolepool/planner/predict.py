@@ -116,7 +116,7 @@ class Predictor:
             found = self._sync(config, plan)
         else:
             pool = plan.roles.get(role, RULE_POOL) if role is not None else RULE_POOL
-            num_parts = plan.num_parts(config, role) if role in plan.roles else self._num_helpers() if role else 1
+            num_parts = plan.num_parts(config, role) if role in plan.roles else self.profile.num_helpers if role else 1
             if not any(key == name for key, _ in self.profile.costs):
                 fix = "record a run with it, and give its run folder as well"
                 raise ConfigError(f"predict: {name} was not measured in the profile; {fix}")
@@ -128,11 +128,6 @@ class Predictor:
             num_epochs = config.at(f"{ROLE_SPECS[role].section}.ppo_epochs")
             factor *= num_epochs / sum(one.operation == name for one in schedule.calls)
         return Seconds(found.mean * factor, found.variance * factor**2)
-
-    def _num_helpers(self) -> int:
-        """The processes of the rule reward in the recordings."""
-        spans = self.profile.recordings[0].spans
-        return max(1, len({one.span.rank for one in spans if one.span.pool == RULE_POOL}))
 
     def _sync(self, config: Config, plan: Plan) -> Seconds:
         """The time of a weight sync, in one pool or between two."""
@@ -194,8 +189,8 @@ class Predictor:
         one, measured_s = self.profile.recordings[position], self.profile.step_s[position]
         memory = estimate_memory(one.config, one.plan, self.gpu_memory_bytes)
         schedule = self.schedule_of(one.config)
-        calls = schedule.calls
-        times = {call.operation: self.seconds(one.config, one.plan, call, memory, schedule).mean for call in calls}
+        seconds = partial(self.seconds, one.config, one.plan, memory=memory, schedule=schedule)
+        times = {call.operation: seconds(call).mean for call in schedule.calls}
         low, high = 0.3, 2.0
         for _ in range(20):
             middle = (low + high) / 2

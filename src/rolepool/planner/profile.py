@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+
 from rolepool.config import Config
 from rolepool.config.run_keys import DataConfig
 from rolepool.errors import ConfigError
-from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, Recorded, Span, step_bounds
+from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Recorded, Span, step_bounds
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
@@ -27,6 +29,8 @@ NUM_WARM_STEPS = 2
 REST = "rest"
 """The time of a call outside of its parts, with fetching its inputs."""
 SYNC, SYNC_BETWEEN = "update_weights", "update_weights between pools"
+BYTES_PER_S = 1e9
+"""How fast processes fetch batches, if no batch was recorded."""
 DECODE, PREFILL = "decode", "prefill"
 
 
@@ -67,45 +71,36 @@ class Profile:
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self.recordings = [one for one in recordings if one.spans]
-        self.costs: dict[tuple[str, str], LinearCost] = {}
-        self.num_ranks: dict[str, set[int]] = defaultdict(set)
-        """The numbers of ranks with which each operation was measured."""
         self.rows: dict[tuple[int, int], Rows] = defaultdict(Rows)
         """By data.max_prompt_length and data.max_response_length."""
-        self.hand_over_s: dict[str, float] = {}
         self.sharing: list[Recording] = []
         """Recordings of pools that shared GPUs, whose calls slowed each other down. They are not in the costs."""
         self.step_s: dict[int, float] = {}
         """The median step time of each recording, by its position."""
-        self.bytes_per_s = 1e9
-        """How fast processes fetch batches from the object store."""
-        fetched: list[tuple[int, float]] = []
+        helpers = {one.span.rank for each in self.recordings[:1] for one in each.spans if one.span.pool == RULE_POOL}
+        self.num_helpers = max(1, len(helpers))
+        """The processes of the rule reward."""
+        fetched = [(0.0, 0)]
+        """Seconds and bytes of the batches that processes fetched from the object store."""
         self._seen: dict[tuple[str, str], list[tuple[Work, int, float]]] = defaultdict(list)
         gaps: dict[str, list[float]] = defaultdict(list)
         for position, one in enumerate(self.recordings):
-            steps = measured_steps(one.spans)
-            bounds = step_bounds(one.spans)
+            steps, bounds = measured_steps(one.spans), step_bounds(one.spans)
             if steps:
                 self.step_s[position] = median(bounds[step][1] - bounds[step][0] for step in steps)
             if one.plan.sharing_pools and len(self.recordings) > 1:
                 self.sharing.append(one)
                 continue
             chosen = set(steps)
-            self._observe(one, [each for each in one.spans if each.step in chosen], gaps)
-            spans = [each.span for each in one.spans if each.step in chosen]
-            fetched += [(span.num_bytes, span.part_seconds.get("fetch", 0.0)) for span in spans]
+            used = [each for each in one.spans if each.step in chosen]
+            self._observe(one, used, gaps)
+            fetched += [(each.span.part_seconds.get("fetch", 0.0), each.span.num_bytes) for each in used]
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
-        for key, seen in self._seen.items():
-            works, times = [(work, ranks) for work, ranks, _ in seen], [seconds for *_, seconds in seen]
-            self.costs[key] = LinearCost.fit(works, times)
-        if seconds := sum(took_s for _, took_s in fetched):
-            self.bytes_per_s = sum(num_bytes for num_bytes, _ in fetched) / seconds
+        self.costs = {key: LinearCost.fit(seen) for key, seen in self._seen.items()}
+        took_s, num_bytes = np.sum(fetched, axis=0)
+        self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
         self.hand_over_s = {operation: median(of_operation) for operation, of_operation in gaps.items()}
-
-    @property
-    def config(self) -> Config:
-        return self.recordings[0].config
 
     def _observe(self, one: Recording, spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:
         data = one.config.data
@@ -123,7 +118,6 @@ class Profile:
                 between[step].append(span)
                 continue
             ranks = ranks_of(one.config, one.plan, span.role, span.pool, operation)
-            self.num_ranks[operation].add(ranks)
             tokens = num_rows if span.pool == DRIVER else span.num_tokens
             of_rows = num_rows if span.pool == DRIVER else span.num_rows
             counted = [part for part in span.parts if has_work and part.name != "fetch"]
@@ -140,7 +134,6 @@ class Profile:
         for of_step in between.values():
             took_s = max(span.end_s for span in of_step) - min(span.start_s for span in of_step)
             ranks = one.plan.pool_of(Role.Actor).world_size
-            self.num_ranks[SYNC_BETWEEN].add(ranks)
             self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, took_s))
         for (_, operation, _), of_call in calls.items():
             if operation == "gen":

@@ -42,11 +42,9 @@ def read_recordings(paths: Sequence[str | Path], num_gpus: int | None) -> list[R
     found: list[Recording] = []
     for path in map(Path, paths):
         found += recordings_of(read_run(path)) if path.is_dir() else _recordings_of_log(path, num_gpus)
-    first = found[0].config if found else None
-    for one in found:
-        if first is not None and identity_of(one.config) != identity_of(first):
-            problem = "the runs have different models or devices, so they are not one profile"
-            raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
+    if len({identity_of(one.config) for one in found}) > 1:
+        problem = "the runs have different models or devices, so they are not one profile"
+        raise ConfigError(f"predict: {problem}; give runs of the same models on the same device")
     return found
 
 

@@ -4,7 +4,6 @@ Owns `placement.strategy=auto` and `placement.rebalance`. A run without a profil
 first steps are the calibration, and then it moves to the placement that is predicted to be the best.
 """
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +25,6 @@ from rolepool.trainer.paper import schedule_of
 
 if TYPE_CHECKING:
     from rolepool.trainer.loop import Trainer
-
-logger = logging.getLogger(__name__)
 
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
@@ -80,7 +77,8 @@ class Rebalancer:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._keys = trainer, trainer.config.placement
-        self._calibrates = self._keys.chooses
+        self._calibrates = trainer.config.placement.chooses
+        self._is_searching = self._calibrates or self._keys.rebalance
         self._due: int | None = None
         """The step after which the next search begins."""
         self._thread: threading.Thread | None = None
@@ -100,13 +98,10 @@ class Rebalancer:
             self._found = None
         elif self._thread is not None and not self._thread.is_alive():
             self._thread, self._calibrates, self._due = None, False, number + NUM_STEPS_BETWEEN
-        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
+            self._is_searching = self._keys.rebalance
+        elif self._thread is None and number >= self._due and (self._is_searching or self._expected is not None):
             self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
             self._thread.start()
-
-    @property
-    def _may_move(self) -> bool:
-        return self._calibrates or self._keys.rebalance
 
     def _look(self, number: int) -> None:
         trainer = self._trainer
@@ -115,7 +110,7 @@ class Rebalancer:
             best, predictor = _best(recordings, trainer.config, trainer.plan.gpus_per_node)
             now_s = predictor.profile.step_s[len(recordings) - 1]
         except RolepoolError as error:
-            logger.warning("no other placement was looked for: %s", one_line(error))
+            trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
             return
         if self._expected is not None:
             (last, before_s), self._expected = self._expected, None
@@ -123,7 +118,7 @@ class Rebalancer:
             trainer.observer.on_notice(f"placement: {text}")
         gain_s, num_left = now_s - best.step_s, trainer.num_steps - number
         pays = gain_s * num_left > self.move_s and (self._calibrates or gain_s > self._keys.rebalance_gain * now_s)
-        if self._may_move and pays and places(best.plan) != places(trainer.plan):
+        if self._is_searching and pays and places(best.plan) != places(trainer.plan):
             self._found = best, now_s
         elif self._calibrates:
             trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
@@ -133,7 +128,7 @@ class Rebalancer:
             loaded, plan = moved(self._trainer.config, best.name.split())
             self._trainer.move(plan, loaded)
         except RolepoolError as error:
-            logger.warning("the run does not move: %s", one_line(error))
+            self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
             return
         self._expected = best, before_s
         self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
