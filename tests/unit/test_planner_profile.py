@@ -150,8 +150,12 @@ def test_what_was_never_measured_is_said(profile: Profile) -> None:
     assert predicted(profile, RUNS[1]).notes == []
     alone = Profile([record("trainer.n_gpus_per_node=1")])
     notes = predicted(alone, "trainer.n_gpus_per_node=2 trainer.nnodes=2").notes
-    assert any("collectives were not measured" in note for note in notes)
+    assert any("all pools of the profile have 1 rank, so the cost of collectives was not" in note for note in notes)
     assert any("network between nodes was not measured" in note for note in notes)
+    four = Profile([record("trainer.n_gpus_per_node=4")])
+    assert predicted(four, RUNS[0]).notes == [
+        "all pools of the profile have 4 ranks, so the cost of collectives was not measured"
+    ]
     shared = "trainer.n_gpus_per_node=1 placement.strategy=split placement.split.share=0.5"
     assert any("share a GPU were not measured" in note for note in predicted(alone, shared).notes)
     own = "trainer.n_gpus_per_node=2 placement.strategy=custom placement.pools={a:[1],r:[1]}"

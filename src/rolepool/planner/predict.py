@@ -162,9 +162,10 @@ class Predictor:
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
-        most = max(pool.world_size for one in recordings for pool in one.plan.pools.values())
-        if most == 1 and any(pool.world_size > 1 for pool in plan.pools.values()):
-            notes.append("the profile has pools of one rank only, so collectives were not measured")
+        sizes_seen = {pool.world_size for one in recordings for pool in one.plan.pools.values()}
+        if len(sizes_seen) == 1 and any(pool.world_size not in sizes_seen for pool in plan.pools.values()):
+            what = f"all pools of the profile have {min(sizes_seen)} rank{'s' * (min(sizes_seen) > 1)}"
+            notes.append(f"{what}, so the cost of collectives was not measured")
         num_nodes = max(len(pool.counts_by_node) for pool in plan.pools.values())
         if num_nodes > max(len(pool.counts_by_node) for one in recordings for pool in one.plan.pools.values()):
             notes.append("the network between nodes was not measured")

@@ -207,9 +207,9 @@ def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
 
 
 def path_in_words(one: Prediction) -> str:
-    """The operations that a step waits for longest."""
-    longest = sorted(one.path, key=lambda link: -link[1])[:MAX_PATH]
-    return ", ".join(f"{operation} {seconds / one.step_s:.0%}" for operation, seconds in longest)
+    """The operations that a step waits for longest, without those under 1%."""
+    longest = sorted(((seconds / one.step_s, operation) for operation, seconds in one.path), reverse=True)[:MAX_PATH]
+    return ", ".join(f"{operation} {share:.0%}" for share, operation in longest if share >= 0.01)
 
 
 def why_best(best: Prediction, *others: Prediction) -> str:
