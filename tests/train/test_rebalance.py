@@ -54,7 +54,7 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faster(*args: Any) -> list[Any]:
         found = [one for one in real(*args) if len(one.plan.pools) == 2]
-        return [rebalance.replace(one, step_s=one.step_s / 1000) for one in found]
+        return [rebalance.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found]
 
     real = searching.search
     monkeypatch.setattr(searching, "score_of", score)

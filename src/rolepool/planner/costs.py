@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.05, 0.02])
 """What is assumed before anything is measured: how the time of typical work is divided among the features."""
-PRIOR_STD = np.array([0.3, 0.5, 0.1, 0.3, 0.1])
+PRIOR_STD = np.array([0.3, 0.6, 0.1, 0.6, 0.1])
 """How unsure these shares are."""
 NOISE = 0.1
 """The relative noise of one recorded time, for the first fit."""

@@ -16,7 +16,7 @@ import numpy as np
 from rolepool.config import Config
 from rolepool.config.run_keys import DataConfig
 from rolepool.errors import ConfigError
-from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Recorded, Span, step_bounds
+from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recorded, Span, step_bounds
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
@@ -42,16 +42,6 @@ class Recording(NamedTuple):
     spans: Sequence[Recorded]
 
 
-class Live(NamedTuple):
-    """Decode steps with about the same number of running sequences, for a rank with so many rows."""
-
-    num_rows: int
-    num_steps: float
-    num_running: float
-    context: float
-    """Tokens that each sequence reads in a step."""
-
-
 @dataclass
 class Rows:
     """The work of rows of certain lengths."""
@@ -59,8 +49,8 @@ class Rows:
     totals: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
     """Rows, pieces, tokens and attended tokens of each operation and part, added up over ranks and steps."""
     num_calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    live: list[list[Live]] = field(default_factory=list)
-    """For each generation, its slowest rank's decode steps."""
+    live: list[tuple[int, list[Part]]] = field(default_factory=list)
+    """For each generation, the rows of its slowest rank, and the decode steps of that rank by running sequences."""
     num_prompt: list[float] = field(default_factory=list)
     num_response: list[float] = field(default_factory=list)
     """Mean tokens of the prompts and responses of each generation."""
@@ -183,20 +173,20 @@ class Profile:
     ) -> Work:
         """The decode steps of a rank with so many rows: as many running sequences in each step as in the recorded
         generations with the most similar number of rows, in proportion."""
-        nearest = min((one[0].num_rows for one in rows.live), key=lambda number: abs(math.log(number / num_rows)))
-        alike = [one for one in rows.live if one[0].num_rows == nearest]
+        nearest = min((number for number, _ in rows.live), key=lambda number: abs(math.log(number / num_rows)))
+        alike = [parts for number, parts in rows.live if number == nearest]
         slots = config.actor_rollout_ref.rollout.max_num_seqs
         waves, at_once = max(1.0, num_rows / slots), min(num_rows, slots)
         longer = (prompt + response / 2) / (fmean(rows.num_prompt) + fmean(rows.num_response) / 2)
         steps = tokens = attended = 0.0
-        for live in (one for generation in alike for one in generation):
-            running = live.num_running / live.num_rows * at_once
+        for part in (one for parts in alike for one in parts):
+            running = part.num_tokens / part.num_pieces / nearest * at_once
             if running < 0.5:
                 continue
-            num_steps = live.num_steps * of_response * waves / len(alike)
+            num_steps = part.num_pieces * of_response * waves / len(alike)
             steps += num_steps
             tokens += num_steps * max(1.0, running)
-            attended += num_steps * max(1.0, running) * live.context * longer
+            attended += num_steps * max(1.0, running) * part.num_attended / part.num_tokens * longer
         return Work(steps, tokens, attended)
 
 
@@ -239,17 +229,7 @@ def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
     # If it is not recorded, prompts and responses are assumed to be in proportion to their largest lengths.
     num_sampled = num_tokens * data.max_response_length / (data.max_prompt_length + data.max_response_length)
     if decoded and slowest.num_rows:
-        rows.live.append(
-            [
-                Live(
-                    slowest.num_rows,
-                    part.num_pieces,
-                    part.num_tokens / part.num_pieces,
-                    part.num_attended / part.num_tokens,
-                )
-                for part in decoded
-            ]
-        )
+        rows.live.append((slowest.num_rows, decoded))
         num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1  # one comes from the prefill
     rows.num_response.append(max(1.0, num_sampled))
     rows.num_prompt.append(max(1.0, num_tokens - num_sampled))

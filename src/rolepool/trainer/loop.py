@@ -434,7 +434,7 @@ class Trainer:
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
             self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
-            self.rebalancer.move_s = seconds
+            self.rebalancer.has_moved(number + 1, seconds)
             self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
             answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
 """Steps between two checks of `placement.rebalance`."""
+MAX_TRIES = 3
 FIRST_MOVE_S = 10.0
 """How long a move is assumed to take before the first one was measured."""
 LAST_BYTES = 8_000_000
@@ -45,7 +46,7 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    best, _ = _best(read_recordings([folder], None), config, inventory)
+    (best, *_), _ = _search(read_recordings([folder], None), config, inventory)
     chosen, _ = moved(config, best.name.split())
     notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
     return replace(loaded, config=chosen.config), [notice]
@@ -66,10 +67,12 @@ def in_words(best: Prediction) -> str:
     return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
 
 
-def _best(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> tuple[Prediction, Predictor]:
+def _search(
+    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
+) -> tuple[list[Prediction], Predictor]:
     memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
     predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
-    return search(predictor, config, inventory)[0], predictor
+    return search(predictor, config, inventory), predictor
 
 
 class Rebalancer:
@@ -77,8 +80,8 @@ class Rebalancer:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._keys = trainer, trainer.config.placement
-        self._calibrates = trainer.config.placement.chooses
-        self._is_searching = self._calibrates or self._keys.rebalance
+        self._num_tries = MAX_TRIES if self._keys.chooses else 0
+        """How many placements a calibration may still try."""
         self._due: int | None = None
         """The step after which the next search begins."""
         self._thread: threading.Thread | None = None
@@ -86,28 +89,40 @@ class Rebalancer:
         """The placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
-        self.move_s = FIRST_MOVE_S
+        self._move_s = FIRST_MOVE_S
         """How long the last move took."""
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
         if self._due is None:
-            self._due = number - 1 + (NUM_CALIBRATION_STEPS if self._calibrates else NUM_STEPS_BETWEEN)
-        if self._found is not None:
+            self._wait(number - 1)
+        elif self._found is not None:
             self._ask(*self._found)
             self._found = None
         elif self._thread is not None and not self._thread.is_alive():
-            self._thread, self._calibrates, self._due = None, False, number + NUM_STEPS_BETWEEN
-            self._is_searching = self._keys.rebalance
-        elif self._thread is None and number >= self._due and (self._is_searching or self._expected is not None):
+            self._thread = None
+            self._wait(number)
+        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
             self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
             self._thread.start()
+
+    def has_moved(self, number: int, seconds: float) -> None:
+        """The run has moved before this step, and stood still for so long."""
+        self._move_s = seconds
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        self._due = number + (NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN)
+
+    @property
+    def _may_move(self) -> bool:
+        return self._num_tries > 0 or self._keys.rebalance
 
     def _look(self, number: int) -> None:
         trainer = self._trainer
         try:
             recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
-            best, predictor = _best(recordings, trainer.config, trainer.plan.gpus_per_node)
+            found, predictor = _search(recordings, trainer.config, trainer.plan.gpus_per_node)
             now_s = predictor.profile.step_s[len(recordings) - 1]
         except RolepoolError as error:
             trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
@@ -116,12 +131,17 @@ class Rebalancer:
             (last, before_s), self._expected = self._expected, None
             text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
             trainer.observer.on_notice(f"placement: {text}")
-        gain_s, num_left = now_s - best.step_s, trainer.num_steps - number
-        pays = gain_s * num_left > self.move_s and (self._calibrates or gain_s > self._keys.rebalance_gain * now_s)
-        if self._is_searching and pays and places(best.plan) != places(trainer.plan):
-            self._found = best, now_s
-        elif self._calibrates:
-            trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+        # A calibration also tries placements that may be faster: after each one, less is unsure.
+        hoped_s = [one.low_s if self._num_tries > 1 else one.step_s for one in found]
+        best = found[hoped_s.index(min(hoped_s))]
+        gain_s, num_left = now_s - min(hoped_s), trainer.num_steps - number
+        least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
+        if self._may_move and places(best.plan) != places(trainer.plan) and gain_s > least_s:
+            self._found = (best, now_s) if gain_s * num_left > self._move_s else None
+        if self._num_tries:
+            self._num_tries = 0 if self._found is None else self._num_tries - 1
+            if self._found is None:
+                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
 
     def _ask(self, best: Prediction, before_s: float) -> None:
         try:
