@@ -2,6 +2,7 @@
 
     python benchmarks/prediction.py                 CPU slots, up to 12 processes; meant for 16 cores
     python benchmarks/prediction.py --gpu           one GPU: one pool, and two pools that share it, also with CUDA MPS
+    python benchmarks/prediction.py --two-cores     CPU slots, one or two processes; for 2 cores
     python benchmarks/prediction.py --tiny          a few cases at a tiny shape, to try the script out
     python benchmarks/prediction.py --only 2,5      some of the cases, by number
 
@@ -119,6 +120,17 @@ GPU_CASES = (
     Case(SHARED, shape="qwen2.5-0.5b"),
     Case(f"{SHARED} placement.mps=true", shape="qwen2.5-0.5b"),
 )
+TWO_PROFILES = (Case(STANDARD.format(2), (STANDARD.format(1),)), Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"))
+TWO_CASES = (
+    Case(SPLIT.format(1, 2)),
+    Case(f"{STANDARD.format(1)} {SHORT}"),
+    Case(f"{STANDARD.format(2)} {LARGE}"),
+    Case(f"{STANDARD.format(2)} {LONG}"),
+    Case(f"{SPLIT.format(1, 2)} {LONG}"),
+    Case(f"{SPLIT.format(1, 2)} {LARGE}"),
+    Case(f"{STANDARD.format(2)} actor_rollout_ref.rollout.n=4"),
+    Case(f"{SPLIT.format(1, 2)} actor_rollout_ref.actor.ppo_epochs=2"),
+)
 TINY_CASES = (Case(STANDARD.format(1)), Case(SPLIT.format(1, 2)), Case(f"{STANDARD.format(1)} {SHORT}"))
 
 
@@ -165,12 +177,15 @@ def measured_step_s(folder: Path) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--two-cores", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", help="numbers of cases, such as 2,5; default: all")
     parser.add_argument("--runs", type=Path, help="where run folders go; default: a temporary folder")
     options = parser.parse_args()
     profiles, cases = (GPU_PROFILES, GPU_CASES) if options.gpu else (CPU_PROFILES, CPU_CASES)
+    if options.two_cores:
+        profiles, cases = TWO_PROFILES, TWO_CASES
     if options.tiny:
         profiles, cases = (Case(STANDARD.format(2)),), TINY_CASES
     if options.only:
