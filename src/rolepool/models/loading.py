@@ -60,16 +60,6 @@ def load_policy(
     return add_token_scores(model, has_plain_head=is_plain)
 
 
-def policy_without_weights(path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]) -> nn.Module:
-    """The policy with tensors that have names, shapes and ties, but no memory."""
-    key = "actor_rollout_ref.model.path"
-    config = read_model_config(key, path, trust_remote_code=trust_remote_code, overrides=overrides)
-    model: nn.Module
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return model
-
-
 def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has none."""
     overrides, auto = {"num_labels": 1, "classifier_dropout": 0.0}, transformers.AutoModelForTokenClassification

@@ -138,21 +138,13 @@ def _engine(config: Config) -> Iterator[str]:
         return
     if keys.engine in OTHER_ENGINES:  # `LoadedConfig.why_not_trained` reports it
         return
-    if keys.engine != "native" and (size := keys.tensor_model_parallel_size) > 1:
-        fix = "use 1, or actor_rollout_ref.rollout.name=native"
-        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
-        yield f"{key}: the {keys.engine} engine has all weights in one process; {fix}"
     reasons = engines_of(config)
     if (reason := reasons.get(keys.engine)) is not None:
         able = [name for name, problem in reasons.items() if problem is None]
         fix = f"set actor_rollout_ref.rollout.name={able[0]}" if able else "choose another model"
         yield f"actor_rollout_ref.model.path={model.path}: {reason}; {fix}"
-    elif keys.engine == "native":
-        yield from _tensor_parallel(config)
-
-
-def _tensor_parallel(config: Config) -> Iterator[str]:
-    model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if reason is not None or keys.engine != "native":
+        return
     with suppress(ValueError):  # models that are not on disk yet
         shape = read_shape(model.path, model.override_config)
         counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)

@@ -6,7 +6,7 @@ figure comes from the plan and the estimate.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_uppercase
 
@@ -51,7 +51,7 @@ class PlanSummary:
     """What is allowed, and probably not wanted."""
     advice: Sequence[Advice]
     """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
-    engines: Mapping[str, str | None] = field(default_factory=dict)
+    engines: Mapping[str, str | None]
     """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model is not on disk."""
 
     def __str__(self) -> str:
@@ -72,8 +72,8 @@ class PlanSummary:
         parts += [*_grid(plan, console.width), _pool_table(plan, memory), ""]
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
-        notes = [*_notes(plan, self.overlaps, memory), *_engine_notes(self.engines)]
-        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in notes]
+        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
+        lines += [Text(f"rollout engine not possible: {reason}") for reason in self.engines.values() if reason]
         lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
         for line in lines:
             is_long = len(line) > console.width
@@ -219,14 +219,6 @@ def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> Iterator
     if estimate.snapshot_bytes > GIB // 10:
         needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of /dev/shm on each node"
         yield "snapshots", f"{needed}, to go on if a process dies"
-
-
-def _engine_notes(engines: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """Which engines can run the policy, unless all can."""
-    able = [name for name, reason in engines.items() if reason is None]
-    if len(able) < len(engines):
-        yield "rollout engines for this model", ", ".join(able) or "none"
-        yield from (("not possible", reason) for reason in engines.values() if reason is not None)
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:

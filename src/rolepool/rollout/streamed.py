@@ -1,22 +1,25 @@
-"""What engines with a model of their own share: taking new weights as a stream, versions, and sleeping.
+"""What engines with a model of their own share: taking new weights as a stream, versions, sleeping, and completions.
 
 Does not know how an engine generates.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
+from torch import Tensor
 
 from rolepool.errors import RolepoolError
+from rolepool.rollout.engine import Completion, Engine
 from rolepool.rollout.tensor_parallel import WeightStream
 
 
-class StreamedEngine:
-    """Checks the weights that arrive against those of `model`, and copies them into it."""
+class StreamedEngine(Engine):
+    """New weights are copied into `model` as they arrive."""
 
     shared_weights = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model, self.version = model, 0
         self._asleep = False
         self._arriving: WeightStream | None = None
@@ -34,23 +37,27 @@ class StreamedEngine:
         if not self.shared_weights:
             stream = self._arriving or WeightStream(self.model, None)
             self._arriving = WeightStream(self.model, None)  # if copying fails, the next update starts again
-            stream.take(self.received(named_tensors))
+            stream.take(named_tensors)
             if version is not None:
                 stream.end()
-                self.have_received()
+                self.have_arrived()
             self._arriving = stream if version is None else None
         if version is not None:
             self.version = version
 
-    def received(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The tensors of one call. An engine that generates in another process also sends them there."""
-        return named_tensors
-
-    def have_received(self) -> None:
-        """All weights have arrived and were checked."""
+    def have_arrived(self) -> None:
+        """All new weights are in the model."""
 
     def sleep(self) -> None:
         self._asleep = True
 
     def wake(self) -> None:
         self._asleep = False
+
+    def completion(self, tokens: Any, log_probs: Any, stops: Container[int]) -> Completion:
+        """The completion of these numbers, which end with one of `stops` or at the limit of the request."""
+        if not np.isfinite(log_probs).all():
+            problem = f"the model's logits are not finite (weights version {self.version})"
+            raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
+        numbers = np.asarray(tokens, dtype=np.int64), np.asarray(log_probs, dtype=np.float32)
+        return Completion(*numbers, "stop" if int(tokens[-1]) in stops else "length", self.version)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rolepool.config import Config
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError
 from rolepool.protocol.worker import WorkerContext, part
 from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
 from rolepool.rollout.sampling import choose, seed_streams
@@ -79,7 +79,8 @@ class TransformersEngine(StreamedEngine):
                 cache.batch_select_indices(is_running)
                 inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
                 rows, is_running = rows[is_running], is_running[is_running]
-        return self._completions(tokens_bn, log_probs_bn, num_new_b, stops.tolist())
+        numbers = zip(tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True)
+        return [self.completion(tokens[:num], log_probs[:num], stops.tolist()) for tokens, log_probs, num in numbers]
 
     def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
         """Logits of the last token of each row, and the cache. A model gets only the arguments that it knows."""
@@ -92,19 +93,6 @@ class TransformersEngine(StreamedEngine):
                 "choose another model"
             )
         return outputs.logits[:, -1], outputs.past_key_values
-
-    def _completions(
-        self, tokens_bn: Tensor, log_probs_bn: Tensor, num_new_b: Tensor, stops: Sequence[int]
-    ) -> list[Completion]:
-        completions = []
-        for row, num_new in enumerate(num_new_b.tolist()):
-            tokens, log_probs = (numbers[row, :num_new].cpu().numpy() for numbers in (tokens_bn, log_probs_bn))
-            if not torch.isfinite(log_probs_bn[row]).all():
-                problem = f"the model's logits are not finite (weights version {self.version})"
-                raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
-            reason = "stop" if tokens[-1] in stops else "length"
-            completions.append(Completion(tokens, log_probs, reason, self.version))  # type: ignore[arg-type]
-        return completions
 
 
 def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str, Tensor]:

@@ -6,17 +6,15 @@ Reads calls from the socket FD and answers each, until the socket closes. Owns w
 environment does not have rolepool, so this file imports nothing from it, and all arguments are plain data.
 """
 
+import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
-
-GPU_TAGS = ("weights", "kv_cache")
-"""What sleeps on a GPU, in the order in which it wakes up."""
 
 
 class Server:
@@ -25,45 +23,37 @@ class Server:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._llm, self._asleep = LLM(**arguments), set[str]()
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, Any]]) -> list[Any]:
+    def generate(self, prompts: Sequence[list[int]], settings: Sequence[dict[str, Any]]) -> list[Any]:
         """Tokens and their log-probs for each prompt."""
-        inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        more = {"logprobs": 0, "detokenize": False, "ignore_eos": True}  # stop tokens are given with each request
-        params = [SamplingParams(**{**more, **one}) for one in settings]
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = [SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **one) for one in settings]
         answers = []
         for output in self._llm.generate(inputs, params, use_tqdm=False):
             completion: Any = output.outputs[0]
-            log_probs = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs)]
-            answers.append((list(completion.token_ids), log_probs))
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            answers.append((list(completion.token_ids), [entry[token].logprob for token, entry in pairs]))
         return answers
 
-    def update(self, files: Sequence[str]) -> None:
-        """Take all weights from safetensors files, and drop what was computed with the old ones."""
-        self._wake("weights")
-        self._llm.collective_rpc(_reload, args=(files,))
+    def update(self, file: str) -> None:
+        """Take all weights from a safetensors file, and drop what was computed with the old ones."""
+        self.wake("weights")
+        self._llm.collective_rpc(_reload, args=(file,))
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
         self._llm.sleep(level=1)
-        self._asleep = set(GPU_TAGS)
+        self._asleep = {"weights", "kv_cache"}
 
-    def wake(self) -> None:
-        for tag in GPU_TAGS:
-            self._wake(tag)
-
-    def _wake(self, tag: str) -> None:
-        if tag in self._asleep:
-            self._llm.wake_up(tags=[tag])
-            self._asleep.remove(tag)
+    def wake(self, *tags: str) -> None:
+        """Wake up those of the tags that are asleep, in this order."""
+        for tag in tags:
+            if tag in self._asleep:
+                self._llm.wake_up(tags=[tag])
+                self._asleep.remove(tag)
 
 
-def _reload(worker: Any, files: Sequence[str]) -> None:
-    def tensors() -> Iterator[tuple[str, Any]]:
-        for file in files:
-            with safe_open(file, "pt") as opened:
-                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
-
-    worker.model_runner.reload_weights(weights_iterator=tensors())
+def _reload(worker: Any, file: str) -> None:
+    worker.model_runner.reload_weights(weights_iterator=iter(load_file(file).items()))
     head = getattr(worker.model_runner.get_model(), "lm_head", None)
     if head is not None:  # on a CPU it has a packed copy of its weight, which vLLM 0.32 keeps if the weight is tied
         head.quant_method.process_weights_after_loading(head)
@@ -71,17 +61,15 @@ def _reload(worker: Any, files: Sequence[str]) -> None:
 
 def main() -> None:
     connection: Any = Connection(int(sys.argv[1]))
-    server: Server | None = None
+    server: Any = None
     while True:
         try:
             name, arguments = connection.recv()
         except EOFError:  # the engine has ended
-            return
+            os._exit(0)
         try:
-            if server is None:
-                server, answer = Server(*arguments), None
-            else:
-                answer = getattr(server, name)(*arguments)
+            answer = (Server if name == "start" else getattr(server, name))(*arguments)
+            server, answer = (answer, None) if name == "start" else (server, answer)
             connection.send((answer, None))
         except Exception as error:
             connection.send((None, "".join(traceback.format_exception(error))))
