@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from safetensors.torch import load_file
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # is in the other environment
 
 
 class Server:
