@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tiny_models import write_model
 TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
 STALE_ENGINE = """
 from rolepool.rollout.transformers_engine import TransformersEngine
 
@@ -70,6 +72,19 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
     for one, other in zip(native, transformers, strict=True):
         assert one["critic/score/mean"] == other["critic/score/mean"]
         assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["one pool", "two pools"])
+def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
+    """The demo's model has heads of 32 numbers, which vLLM needs."""
+    more = [*keys, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    more += ["trainer.total_training_steps=3", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    run(*small_keys(demo, tmp_path / "run", *more))
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
 
 
 def test_an_engine_that_keeps_old_weights_stops_the_run(

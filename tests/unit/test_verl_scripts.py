@@ -134,7 +134,6 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("actor_rollout_ref.rollout.enable_chunked_prefill=False", "another engine"),
         ("actor_rollout_ref.rollout.mode=async", "another engine"),
         ("+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=32", "another engine"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm={swap_space: 32}", "the engine is native"),
         ("actor_rollout_ref.actor.profiler.ranks=[0,4]", "rolepool report"),
         ("global_profiler.global_tool_config.nsys.discrete=True", "rolepool report"),
         ("actor_rollout_ref.rollout.multi_turn.enable=false", "one turn"),
@@ -226,6 +225,10 @@ def test_another_engine_needs_a_fallback_to_train() -> None:
     assert loaded.why_not_trained() == []
     assert loaded.config.actor_rollout_ref.rollout.engine == "native"
     assert loaded.without_effect == {name: "fallback=native generates"}
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    swap_space = f"+{kwargs}.swap_space=32"
+    assert load(name, swap_space).config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"swap_space": 32}
+    assert load(swap_space).without_effect == {kwargs: "the engine is native"}
     own = load("actor_rollout_ref.rollout.name=my.module:Engine", fallback)
     assert own.config.actor_rollout_ref.rollout.engine == "my.module:Engine"
 
