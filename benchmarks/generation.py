@@ -158,7 +158,8 @@ def main() -> None:
         wall = {way: statistics.median(took) for way, took in wall_s.items()}
         cpu = {way: statistics.median(took) for way, took in cpu_s.items()}
         for way in ways:
-            print(f"  {way:24} {num_tokens / wall[way]:8.0f} tok/s  {num_tokens / cpu[way]:8.0f} tok/CPU-s")
+            by_cpu = "" if way == "vllm engine" else f"{num_tokens / cpu[way]:8.0f} tok/CPU-s"
+            print(f"  {way:24} {num_tokens / wall[way]:8.0f} tok/s  {by_cpu}")
         for way in list(ways)[1:]:
             by_wall, by_cpu = wall[way] / wall["native"], f"{cpu[way] / cpu['native']:.2f} by CPU time"
             more = "in another process" if way == "vllm engine" else by_cpu
