@@ -15,7 +15,7 @@ from rolepool.models.sharding import whole_parameters
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import TOKENS
+from rolepool.protocol.ragged import MASKED_TOKENS, TOKENS
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 
@@ -31,18 +31,22 @@ class Actor(TrainedRole):
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=MASKED_TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
+        """Log-probs of the response tokens under the current weights, and the sum of the entropies of those tokens that
+        were sampled."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
-            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": rows.pad(entropies.double()).sum(dim=1)}
+            sums = masked_sum(rows.pad(entropies.double()), rows.is_sampled, axis=1)
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": sums}
 
         return self.in_micro_batches("compute_log_prob", data, score)
 
     @register(
-        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob")
+        Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*MASKED_TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -113,7 +117,7 @@ class Critic(TrainedRole):
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "values", "returns"))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, "values", "returns"))
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         return self.update(data, ends_step)
