@@ -21,10 +21,14 @@ from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.environments import ROW_COLUMNS, batch_of, conversations_of, rows_of
 from rolepool.rollout.native import native_engine
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
+
+
+PROMPT_COLUMNS = ("raw_prompt_ids", "uid", "sample_index")
 
 
 class Rollout(ModelRole):
@@ -41,23 +45,29 @@ class Rollout(ModelRole):
         name = self.keys.engine
         make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
         self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
+        self.conversations = conversations_of(config)
+        """What runs the environment; None if a response has one turn."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*PROMPT_COLUMNS, *ROW_COLUMNS.values()))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
-        """A response to each prompt. It depends on weights, prompt and its own seed, not on the rank."""
+        """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not on the rank."""
         keys = self.keys.val_kwargs if purpose == "validate" else self.keys
         do_sample, ignore_eos = keys.do_sample and purpose != "baseline", self.keys.ignore_eos
         max_new_tokens, stops = self.config.data.max_response_length, self.stop_token_ids
         sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops)
         columns = prompts.non_tensor_batch
-        rows = zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
-        seed = self.context.run_seed
-        requests = [Request(list(ids), sample_seed(seed, uid, int(index))) for ids, uid, index in rows]
+        named = zip(columns["uid"], columns["sample_index"], strict=True)
+        seeds = [sample_seed(self.context.run_seed, uid, int(index)) for uid, index in named]
+        requests = [Request(list(ids), seed) for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)]
         self.engine.wake()
-        completions = self.engine.generate(requests, sampling)
+        if self.conversations is None:
+            rows = self._rows(requests, self.engine.generate(requests, sampling))
+        else:
+            trajectories = self.conversations.run(self.engine, sampling, rows_of(prompts), seeds)
+            rows = batch_of(trajectories, with_log_probs=self.keys.calculate_log_probs)
         if self.keys.free_cache_engine:
             self.engine.sleep()
-        return self._rows(requests, completions)
+        return rows
 
     def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
         """Prompt and response of each row as one ragged column, and the number of tokens of each."""
