@@ -195,15 +195,12 @@ def _about_overlong(config: Config) -> Iterator[str]:
 
 
 def _about_turns(config: Config) -> Iterator[str]:
-    keys, name = config.actor_rollout_ref.rollout, config.environment.name
+    keys, name, section = config.actor_rollout_ref.rollout, config.environment.name, "actor_rollout_ref.rollout"
     if keys.multi_turn.enable != (name is not None):
-        shown = "null" if name is None else name
-        fix = "set multi_turn.enable=true and the environment (docs/environments.md), or neither"
-        yield f"environment.name={shown}: actor_rollout_ref.rollout.multi_turn.enable={keys.multi_turn.enable}; {fix}"
-    if keys.multi_turn.enable and keys.tensor_model_parallel_size > 1:
-        problem = "ranks that share a model cannot wait for tools of their own"
-        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={keys.tensor_model_parallel_size}"
-        yield f"{key}: {problem}; set it to 1, or multi_turn.enable=false"
+        fix = "set both (docs/environments.md), or neither"
+        yield f"{section}.multi_turn.enable={keys.multi_turn.enable}: environment.name={name or 'null'}; {fix}"
+    if keys.multi_turn.enable and (size := keys.tensor_model_parallel_size) > 1:
+        yield f"{section}.tensor_model_parallel_size={size}: multi_turn.enable=true needs 1; set 1"
 
 
 def _about_batches(config: Config) -> Iterator[str]:

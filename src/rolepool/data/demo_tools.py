@@ -1,8 +1,7 @@
 """The environment of the demo with a tool: a letter stands for another letter, which only the tool knows.
 
 The prompt is that of the demo, and the first letter is the key. The model asks with `? KEY`, reads the letter, and
-answers with it. It earns 0.1 for a question, 0.1 more for the right one, and 0.8 for the right answer. An answer without
-a question is right in one case of 8.
+answers with it. It earns 0.2 for a question, 0.3 more for the right one, and 0.5 more for the right answer after it.
 """
 
 from typing import Any
@@ -36,5 +35,5 @@ class Lookup:
 
     def get_reward(self, answer: str) -> float:
         """The score of the conversation, whose last turn is the answer."""
-        is_correct = answer.split()[:1] == [self._letter]
-        return 0.1 * self._was_asked + 0.1 * self._was_right + 0.8 * is_correct
+        is_correct = self._was_right and answer.split()[:1] == [self._letter]
+        return 0.2 * self._was_asked + 0.3 * self._was_right + 0.5 * is_correct

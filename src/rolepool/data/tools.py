@@ -9,8 +9,7 @@ import asyncio
 import inspect
 import pickle
 import resource
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,23 +75,6 @@ def call_method(environment: type, state: bytes | None, name: str, arguments: di
         raise TypeError(f"the environment cannot be pickled ({one_line(error)}); {fix}") from error
 
 
-class Tools:
-    """Calls functions in processes, as many at the same time as there are processes. It belongs to one event loop."""
-
-    def __init__(self, processes: Sequence["ToolProcess"]) -> None:
-        self._idle: asyncio.LifoQueue[ToolProcess] = asyncio.LifoQueue()
-        for process in reversed(processes):
-            self._idle.put_nowait(process)
-
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
-        """Call the function in a process. It must be defined in a module, so that it can be sent there by name."""
-        process = await self._idle.get()
-        try:
-            return await process.call(function, *arguments)
-        finally:
-            self._idle.put_nowait(process)
-
-
 class ToolProcess(ChildProcess):
     """A child that runs one function at a time. A child that a function holds up, or that died, is replaced."""
 
@@ -104,7 +86,7 @@ class ToolProcess(ChildProcess):
             self._start_child()
         try:
             self._channel.send((function, arguments))
-            await asyncio.wait_for(self._answer_came(), self._timeout_s)
+            await asyncio.wait_for(self._has_answered(), self._timeout_s)
             outcome: Outcome = self._channel.recv()
             return outcome
         except TimeoutError:
@@ -116,7 +98,7 @@ class ToolProcess(ChildProcess):
             self._end_child()
             raise
 
-    async def _answer_came(self) -> None:
+    async def _has_answered(self) -> None:
         loop, fd = asyncio.get_running_loop(), self._channel.fileno()
         came = asyncio.Event()
         loop.add_reader(fd, came.set)
@@ -132,11 +114,7 @@ class ToolProcess(ChildProcess):
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         while True:
             function, arguments = channel.recv()
-            outcome: Outcome | None = None
             try:
-                outcome = Outcome(function(*arguments))
-                pickle.dumps(outcome.value)
+                channel.send(Outcome(function(*arguments)))
             except BaseException as error:  # also sys.exit(), and a result that cannot be sent
-                outcome = Outcome(error=f"{type(error).__name__}: {one_line(error)}")
-            with suppress(BrokenPipeError):
-                channel.send(outcome)
+                channel.send(Outcome(error=f"{type(error).__name__}: {one_line(error)}"))
