@@ -168,7 +168,6 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: s
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "only FSDP2 is supported; remove it"),
         ("critic.strategy=megatron", "only FSDP2 is supported"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "trained weights are float32; remove it"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", "environment.name=null; set both"),
         ("data.tool_config_path=tools.yaml", "environment.name names the class or function with the tools"),
         ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
         ("algorithm.rollout_correction.rollout_is=token", "does not correct differences"),
