@@ -46,6 +46,7 @@ def test_the_function_of_the_page_trains(demo: Demo, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_with_a_tool_learns_to_call_it(demo: Demo, tmp_path: Path) -> None:
     run = start(demo, str(RECIPES / "demo_tools.yaml"), f"trainer.default_local_dir={tmp_path}")
     output, _ = run.communicate(timeout=900)
