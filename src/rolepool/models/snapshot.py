@@ -59,7 +59,8 @@ class SnapshotWriter:
         copies = self._opened(shard, tensors, parts)
         write_atomically(own_file, [rank_state_text(self._trained, tensors, number)])
         with self._trained.copying():
-            torch._foreach_copy_([copies[name] for name in parts], list(parts.values()), non_blocking=True)
+            if parts:  # a replica writes none
+                torch._foreach_copy_([copies[name] for name in parts], list(parts.values()), non_blocking=True)
             # The last copy says that the others are done. No thread of this process has to wait for that. The number is
             # written by a kernel, because a copy of it to the GPU would wait for all copies before it.
             self._last_number = torch.full((1,), number, device=self._trained.device)
