@@ -48,14 +48,13 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     (best, *_), _ = _search(read_recordings([folder], None), config, inventory)
     chosen, _ = moved(config, best.name.split())
-    notice = f"placement.strategy=auto: {in_words(best)} (from {folder})"
-    return replace(loaded, config=chosen.config), [notice]
+    return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 
 
 def newest_profile(config: Config) -> Path | None:
     """The newest run folder beside that of the config with the same models and device, if there is one."""
-    home = Path(config.trainer.default_local_dir).parent
-    for file in sorted(home.glob("*/spans.jsonl"), key=lambda file: -file.stat().st_mtime):
+    files = Path(config.trainer.default_local_dir).parent.glob("*/spans.jsonl")
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime):
         with suppress(RolepoolError, ValueError):  # another program's folder, or one without a completed step
             if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(config):
                 Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
