@@ -38,7 +38,7 @@ class Notices(Observer):
 
 def seconds(folder: Path, words: list[str], *more: str) -> float:
     """The time from the first row of a run to its end."""
-    loaded = load_config([ROOT / "recipes" / "demo.yaml"], [*words, *more, f"trainer.default_local_dir={folder}"])
+    loaded = load_config([str(ROOT / "recipes" / "demo.yaml")], [*words, *more, f"trainer.default_local_dir={folder}"])
     trainer = Trainer(loaded)
     trainer.observer = observer = Notices()
     trainer.run()
