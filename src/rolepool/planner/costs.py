@@ -18,7 +18,7 @@ PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.05, 0.02])
 PRIOR_STD = np.array([0.3, 0.6, 0.1, 0.6, 0.1])
 """How unsure these shares are."""
 NOISE = 0.1
-"""The relative noise of one recorded time, for the first fit."""
+"""The relative noise of one recorded time that the first fit assumes."""
 LEAST_NOISE = 0.03
 LEAST_EXPECTED = 0.05
 """Times that are expected to be a smaller part of the mean time count as this part."""

@@ -198,7 +198,8 @@ class Request:
 
 
 def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
-    """A config as a dictionary, without the keys of its strategy if the words name another one."""
+    """A config as a dictionary. If the words name a strategy, the keys of the old strategy are removed, because they do
+    not suit another one."""
     content = config.model_dump(mode="json")
     if any(word.startswith("placement.strategy=") for word in words):
         for key in ("split", "pools", "roles"):

@@ -20,6 +20,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
+from rolepool.report.predicted import without_placement
 
 if TYPE_CHECKING:
     from rolepool.cluster import Cluster, Prepared
@@ -51,11 +52,7 @@ def moved(config: Config, words: Sequence[str]) -> tuple[LoadedConfig, Plan]:
         can = f"a move changes placement.*, trainer.nnodes, trainer.n_gpus_per_node and {TENSOR_PARALLEL}"
         fix = "give key=value words with these keys; for other keys, stop the run and resume it with them"
         raise ConfigError(f"{others[0] if others else 'move'}: {can}; {fix}")
-    before = config.model_dump(mode="json")
-    if any(word.startswith("placement.strategy=") for word in words):  # the keys of the old strategy do not suit it
-        for key in ("split", "pools", "roles"):
-            del before["placement"][key]
-    loaded = load_config([before], words)
+    loaded = load_config([without_placement(config, words)], words)
     return loaded, build_plan(loaded.config)
 
 
