@@ -166,6 +166,9 @@ class Predictor:
         if len(sizes_seen) == 1 and any(pool.world_size not in sizes_seen for pool in plan.pools.values()):
             what = f"all pools of the profile have {min(sizes_seen)} rank{'s' * (min(sizes_seen) > 1)}"
             notes.append(f"{what}, so the cost of collectives was not measured")
+        smallest = min(pool.world_size for pool in plan.pools.values())
+        if len(sizes_seen) > 1 and smallest == 1 < min(sizes_seen):
+            notes.append("no pool of the profile has 1 rank, so the cost of having collectives at all was not measured")
         num_nodes = max(len(pool.counts_by_node) for pool in plan.pools.values())
         if num_nodes > max(len(pool.counts_by_node) for one in recordings for pool in one.plan.pools.values()):
             notes.append("the network between nodes was not measured")
@@ -178,8 +181,11 @@ class Predictor:
     def _rate(self, plan: Plan, change: float = 0.0, efficiency: float | None = None) -> Rate | None:
         """How fast pools work at the same time. None if no pool slows another one down."""
         if plan.sharing_pools:
-            known = self._efficiency.get(plan.mps) if efficiency is None else efficiency
-            return partial(_shared_rate, plan, 1 + change if known is None else known)
+            if efficiency is None and plan.mps in self._efficiency:
+                efficiency = self._efficiency[plan.mps]
+            elif efficiency is None:  # not measured: as with or without MPS, if that was measured, or without a loss
+                efficiency = self._efficiency.get(not plan.mps, 1.0) + change
+            return partial(_shared_rate, plan, efficiency)
         if plan.device == "cpu" and self.num_cores is not None and _most_processes(plan, plan.pools) > self.num_cores:
             return partial(_core_rate, plan, self.num_cores)
         return None
