@@ -85,14 +85,14 @@ class Case:
 LONG, SHORT = "data.max_response_length=64", "data.max_response_length=16"
 LARGE = "data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=48"
 CPU_PROFILES = (
-    Case(STANDARD.format(1), (STANDARD.format(8), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT))),
+    Case(STANDARD.format(1), (STANDARD.format(12), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT))),
     Case(f"{STANDARD.format(4)} {LARGE} {SHORT}"),
 )
 CPU_CASES = (
     Case(STANDARD.format(2)),
     Case(STANDARD.format(4)),
     Case(STANDARD.format(6)),
-    Case(STANDARD.format(12)),
+    Case(STANDARD.format(8)),
     Case(SPLIT.format(1, 2)),
     Case(SPLIT.format(2, 4)),
     Case(SPLIT.format(3, 4)),
