@@ -89,11 +89,12 @@ def record(
             after = first_after if position == 0 else [step * 100 + one for one in call.after]
             known = {one.span.call: one.span.end_s for one in spans}
             start_s = max([*(known.get(one, 0.0) for one in after), *(free[pool] for pool in pools)]) + gap_s
+            queued_s = min(free[DRIVER], start_s)  # the driver makes calls as soon as it has estimated advantages
             for pool in pools:
                 for recorded in _ranks(call.operation, role or "trainer", pool, config, plan, costs):
                     factor = 1 + noise * chance.uniform(-1, 1)
                     parts = tuple(part._replace(seconds=part.seconds * factor) for part in recorded.parts)
-                    times = {"queued_s": start_s, "start_s": start_s, "end_s": start_s + recorded.end_s * factor}
+                    times = {"queued_s": queued_s, "start_s": start_s, "end_s": start_s + recorded.end_s * factor}
                     span = recorded._replace(call=number, after=tuple(after), parts=parts, **times)
                     spans.append(Recorded(step, call.operation, span))
                     ends[position] = max(ends.get(position, 0.0), span.end_s)

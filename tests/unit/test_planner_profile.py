@@ -185,15 +185,19 @@ def test_a_placement_that_cannot_run_is_refused(profile: Profile) -> None:
 
 
 def test_a_run_without_recorded_work_is_a_profile_of_whole_operations() -> None:
-    """As an older version recorded it: parts have seconds, and nothing else."""
+    """As a console log tells it: the time of each call, and nothing about its parts."""
     recording = record(RUNS[1])
-    spans = [
-        one._replace(span=one.span._replace(parts=tuple(part._replace(num_tokens=0) for part in one.span.parts)))
-        for one in recording.spans
-    ]
+    spans = [one._replace(span=one.span._replace(parts=())) for one in recording.spans]
     found = predicted(Profile([Recording(recording.config, recording.plan, spans)]), RUNS[1])
     assert found.step_s == pytest.approx(measured_s(RUNS[1]), rel=0.05)
     assert any("was not recorded" in note for note in found.notes)
+
+
+def test_the_hand_overs_of_a_long_run_are_those_between_its_calls() -> None:
+    """Only some steps of a long run are used, but the step before tells what a generation waited for."""
+    long = Profile([record(RUNS[0], num_steps=3 * MAX_STEPS, gap_s=0.01)])
+    assert long.hand_over_s == pytest.approx(dict.fromkeys(long.hand_over_s, 0.01))
+    assert "gen" in long.hand_over_s
 
 
 def test_a_run_without_a_complete_step_is_refused() -> None:

@@ -14,7 +14,7 @@ from rolepool.placement.plan import Plan, Schedule
 from rolepool.placement.roles import Role
 from rolepool.planner.predict import _core_rate, _shared_rate
 from rolepool.planner.search import partitions
-from rolepool.planner.simulate import simulate, step_times
+from rolepool.planner.simulate import simulate
 from rolepool.trainer.paper import schedule_of
 
 SECONDS = {
@@ -125,7 +125,7 @@ def test_arrays_of_times_give_the_same_steps_as_one_simulation_for_each(words: s
         homes = {role: "+".join(group) for group in groups for role in group}
         drawn = [random_seconds(chance) for _ in range(8)]
         arrays = {name: np.array([one[name] for one in drawn]) for name in SECONDS}
-        together = step_times(schedule, homes, arrays, gaps)
+        together = simulate(schedule, homes, arrays, gaps).step_s
         assert together == pytest.approx([simulate(schedule, homes, one, gaps).step_s for one in drawn])
 
 

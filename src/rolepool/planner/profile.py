@@ -16,11 +16,11 @@ import numpy as np
 from rolepool.config import Config
 from rolepool.config.run_keys import DataConfig
 from rolepool.errors import ConfigError
-from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recorded, Span, step_bounds
+from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recorded, Span, Timeline, step_bounds
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
-from rolepool.planner.costs import LinearCost, Seconds, Work
+from rolepool.planner.costs import Array, LinearCost, Seconds, Work
 
 MAX_STEPS = 40
 """Steps of a recording that are used. More would take longer and add little."""
@@ -43,12 +43,21 @@ class Recording(NamedTuple):
 
 
 @dataclass
+class Totals:
+    """The work of an operation, added up over calls, ranks and steps."""
+
+    num_calls: int = 0
+    num_rows: int = 0
+    parts: dict[str, Array] = field(default_factory=lambda: defaultdict(lambda: np.zeros(3)))
+    """Pieces, tokens and attended tokens of each part."""
+
+
+@dataclass
 class Rows:
     """The work of rows of certain lengths."""
 
-    totals: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 4))
-    """Rows, pieces, tokens and attended tokens of each operation and part, added up over ranks and steps."""
-    num_calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    totals: dict[str, Totals] = field(default_factory=lambda: defaultdict(Totals))
+    """By operation."""
     live: list[tuple[int, list[Part]]] = field(default_factory=list)
     """For each generation, the rows of its slowest rank, and the decode steps of that rank by running sequences."""
     num_prompt: list[float] = field(default_factory=list)
@@ -70,69 +79,62 @@ class Profile:
         helpers = {one.span.rank for each in self.recordings[:1] for one in each.spans if one.span.pool == RULE_POOL}
         self.num_helpers = max(1, len(helpers))
         """The processes of the rule reward."""
-        fetched = [(0.0, 0)]
-        """Seconds and bytes of the batches that processes fetched from the object store."""
         self._seen: dict[tuple[str, str], list[tuple[Work, int, float]]] = defaultdict(list)
-        gaps: dict[str, list[float]] = defaultdict(list)
+        """Work, ranks and seconds of each operation and part."""
+        self._hand_overs_s: dict[str, list[float]] = defaultdict(list)
+        self._fetched = np.zeros(2)
+        """Seconds and bytes of the batches that processes fetched from the object store."""
         for position, one in enumerate(self.recordings):
             steps, bounds = measured_steps(one.spans), step_bounds(one.spans)
             if steps:
                 self.step_s[position] = median(bounds[step][1] - bounds[step][0] for step in steps)
             if one.plan.sharing_pools and len(self.recordings) > 1:
                 self.sharing.append(one)
-                continue
-            chosen = set(steps)
-            used = [each for each in one.spans if each.step in chosen]
-            self._observe(one, used, gaps)
-            fetched += [(each.span.part_seconds.get("fetch", 0.0), each.span.num_bytes) for each in used]
+            else:
+                self._observe(one, set(steps))
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
         self.costs = {key: LinearCost.fit(seen) for key, seen in self._seen.items()}
-        took_s, num_bytes = np.sum(fetched, axis=0)
+        took_s, num_bytes = self._fetched
         self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
-        self.hand_over_s = {operation: median(of_operation) for operation, of_operation in gaps.items()}
+        self.hand_over_s = {operation: median(seconds) for operation, seconds in self._hand_overs_s.items()}
 
-    def _observe(self, one: Recording, spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:
-        data = one.config.data
+    def _observe(self, one: Recording, steps: set[int]) -> None:
+        """Add what the calls of these steps tell."""
+        data, homes = one.config.data, one.plan.roles
         rows = self.rows[data.max_prompt_length, data.max_response_length]
-        calls: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
-        between: dict[int, list[Span]] = defaultdict(list)
         num_rows = data.train_batch_size * one.config.actor_rollout_ref.rollout.n
-        homes = {one.plan.roles.get(Role.Actor), one.plan.roles.get(Role.Rollout)}
-        has_work = any(part.num_tokens for _, _, span in spans for part in span.parts)  # older runs and logs have none
-        for step, operation, span in spans:
-            if operation in BETWEEN_STEPS:
+        is_sync_between = homes.get(Role.Actor) != homes.get(Role.Rollout)
+        # With the steps before, because their calls are what the first calls of a step waited for.
+        timeline = Timeline(each for each in one.spans if {each.step, each.step + 1} & steps)
+        calls: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+        for position, (step, operation, span) in enumerate(timeline):
+            if step in steps and operation not in BETWEEN_STEPS:
+                # A sync between pools has several calls in each of them; they count as one.
+                calls[step, operation, 0 if operation == SYNC and is_sync_between else span.call].append(position)
+        for (_, operation, _), positions in calls.items():
+            of_call = [timeline[position].span for position in positions]
+            start_s, last = of_call[0].start_s, max(of_call, key=lambda span: span.end_s)
+            hand_over_s = min(map(timeline.hand_over_s, positions))
+            if last.pool != DRIVER and math.isfinite(hand_over_s):
+                self._hand_overs_s[operation].append(hand_over_s)
+            if operation == SYNC and is_sync_between:
+                ranks = one.plan.pool_of(Role.Actor).world_size
+                self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, last.end_s - start_s))
                 continue
-            calls[step, operation, span.call].append(span)
-            if operation == SYNC and len(homes) > 1:
-                between[step].append(span)
-                continue
-            of_rows = num_rows if span.pool == DRIVER else span.num_rows
-            works = _works_of(span, num_rows, has_work)
-            for name, work, _ in works:
-                total = rows.totals[operation, name]
-                for index, amount in enumerate((0, *work)):
-                    total[index] += amount
-            for name in {name for name, *_ in works}:
-                rows.totals[operation, name][0] += of_rows
-            rows.num_calls[operation] += 1
-        for (_, operation, _), of_call in calls.items():
-            if operation == SYNC and len(homes) > 1:
-                continue
-            last = max(of_call, key=lambda span: span.end_s)  # a call takes as long as its slowest rank
             ranks = ranks_of(one.config, one.plan, last.role, last.pool, operation)
-            start_s = min(span.start_s for span in of_call)
-            for name, work, seconds in _works_of(last, num_rows, has_work):
+            for name, work, seconds in _works_of(last, num_rows):  # a call takes as long as its slowest rank
                 waited_s = last.start_s - start_s if name == REST else 0.0
                 self._seen[operation, name].append((work, ranks, seconds + waited_s))
-        for of_step in between.values():
-            took_s = max(span.end_s for span in of_step) - min(span.start_s for span in of_step)
-            ranks = one.plan.pool_of(Role.Actor).world_size
-            self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, took_s))
-        for (_, operation, _), of_call in calls.items():
+            total = rows.totals[operation]
+            for span in of_call:
+                total.num_calls += 1
+                total.num_rows += num_rows if span.pool == DRIVER else span.num_rows
+                self._fetched += span.part_seconds.get("fetch", 0.0), span.num_bytes
+                for name, work, _ in _works_of(span, num_rows):
+                    total.parts[name] += work
             if operation == "gen":
                 _add_generation(rows, data, max(of_call, key=lambda span: span.duration_s))
-        _add_gaps(spans, gaps)
 
     def rows_like(self, config: Config) -> tuple[Rows, float, float]:
         """The recorded rows whose lengths are nearest to those of a config, and how many times as long its prompts and
@@ -158,13 +160,11 @@ class Profile:
         prompt, response = fmean(rows.num_prompt), fmean(rows.num_response)
         longer = (prompt * of_prompt + response * of_response) / (prompt + response)
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / num_parts
-        found: dict[str, Work] = {}
-        for (name, part), (of_rows, pieces, tokens, attended) in rows.totals.items():
-            if name != operation.name:
-                continue
-            each = num_rows / max(of_rows, 1)
+        total, found = rows.totals[operation.name], {}
+        each = num_rows / max(total.num_rows, 1)
+        for part, (pieces, tokens, attended) in total.parts.items():
             factor = of_prompt if part == PREFILL else 1.0 if role is None else longer
-            amount = Work(pieces / rows.num_calls[name], tokens * each * factor, attended * each * factor**2)
+            amount = Work(pieces / total.num_calls, tokens * each * factor, attended * each * factor**2)
             if part == DECODE:
                 amount = self._decode(config, rows, num_rows, of_response, prompt * of_prompt, response * of_response)
             elif part != REST and size is not None and role is not None:
@@ -194,10 +194,10 @@ class Profile:
         return Work(steps, tokens, attended)
 
 
-def _works_of(span: Span, num_rows: int, has_parts: bool) -> list[tuple[str, Work, float]]:
+def _works_of(span: Span, num_rows: int) -> list[tuple[str, Work, float]]:
     """The parts of a call on a rank: their names, work and seconds. The driver's work is in proportion to the rows of
     the whole batch."""
-    counted = [part for part in span.parts if has_parts and part.name != "fetch"]
+    counted = [part for part in span.parts if part.name != "fetch"]
     rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
     rest = Work(1, num_rows if span.pool == DRIVER else span.num_tokens)
     return [*((part.name, Work(*part[2:]), part.seconds) for part in counted), (REST, rest, rest_s)]
@@ -246,25 +246,3 @@ def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
         num_sampled = sum(part.num_tokens for part in decoded) / slowest.num_rows + 1  # one comes from the prefill
     rows.num_response.append(max(1.0, num_sampled))
     rows.num_prompt.append(max(1.0, num_tokens - num_sampled))
-
-
-def _add_gaps(spans: Sequence[Recorded], gaps: dict[str, list[float]]) -> None:
-    """For each call, how long after the end of what it waited for it started: its pool's last call, its inputs, and
-    the driver."""
-    calls: dict[tuple[int, str], list[Recorded]] = defaultdict(list)
-    for recorded in spans:
-        calls[recorded.span.call, recorded.span.pool].append(recorded)
-    free: dict[str, float] = {}
-    ended: dict[int, float] = {}
-    for (number, pool), of_call in sorted(calls.items(), key=lambda item: min(one.span.start_s for one in item[1])):
-        span = of_call[0].span
-        start_s, end_s = min(one.span.start_s for one in of_call), max(one.span.end_s for one in of_call)
-        causes = [ended[call] for call in span.after if call in ended]
-        if pool in free:
-            causes.append(free[pool])
-        if free.get(DRIVER, math.inf) <= start_s and span.queued_s >= free[DRIVER]:
-            causes.append(free[DRIVER])
-        if pool in free and causes and pool != DRIVER:
-            gaps[of_call[0].operation].append(max(0.0, start_s - max(causes)))
-        free[pool] = end_s
-        ended[number] = max(end_s, ended.get(number, 0.0))

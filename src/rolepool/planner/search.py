@@ -23,7 +23,7 @@ from rolepool.placement.plan import NEXT_STEP, Plan, ResourcePool, ResourcePoolM
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Prediction, Predictor
-from rolepool.planner.simulate import step_times
+from rolepool.planner.simulate import simulate
 
 Objective = Literal["time", "throughput_per_gpu"]
 Group = tuple[Role, ...]
@@ -149,7 +149,7 @@ class _Times:
             of_size = np.array([self._of_group(call, group, int(size)) for size in different])
             seconds[call.operation.removeprefix(NEXT_STEP)] = of_size[index]
         with np.errstate(invalid="ignore"):  # infinite times
-            return step_times(self.schedule, homes, seconds, self.predictor.profile.hand_over_s)
+            return simulate(self.schedule, homes, seconds, self.predictor.profile.hand_over_s).step_s
 
     def _of_group(self, call: ScheduledCall, group: Group, size: int) -> float:
         is_whole = call.roles <= {*group}

@@ -5,7 +5,7 @@ waits for; pools that share a GPU, or more processes than CPU cores, slow each o
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -29,139 +29,119 @@ class Call:
     operation: str
     pools: tuple[str, ...]
     after: tuple[int, ...]
+    """The calls that end before it starts: those that it waits for, and the last one of each of its pools."""
     seconds: Any
     """A number, or an array for many placements."""
     hand_over_s: float
     """From the end of what it waits for until it starts."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Simulated:
-    """A simulated step."""
+    """Simulated steps, of which the last one counts: it lasts from its generation to the next one."""
 
-    step_s: float
-    busy: dict[str, float]
-    """The share of the step in which each pool works."""
-    path: list[tuple[str, float]]
-    """What the step waits for, in the order of time: operations and their seconds."""
+    calls: Sequence[Call]
+    starts: Mapping[int, Any]
+    ends: Mapping[int, Any]
+    """When each call starts and ends, by its position. Numbers, or arrays for many placements."""
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The positions of the generations that begin and end the step."""
+        *_, begin, end = (position for position, call in enumerate(self.calls) if call.operation == "gen")
+        return begin, end
+
+    @property
+    def step_s(self) -> Any:
+        begin, end = self._bounds
+        return self.starts[end] - self.starts[begin]
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step in which each pool works."""
+        begin_s, end_s = (self.starts[position] for position in self._bounds)
+        busy: dict[str, float] = defaultdict(float)
+        for position, call in enumerate(self.calls):
+            inside_s = min(self.ends[position], end_s) - max(self.starts[position], begin_s)
+            for pool in call.pools:
+                busy[pool] += max(0.0, inside_s) / self.step_s
+        return dict(busy)
+
+    @property
+    def path(self) -> list[tuple[str, float]]:
+        """What the step waits for, in the order of time: operations and their seconds."""
+        begin, position = self._bounds
+        links: list[tuple[str, float]] = []
+        while self.starts[position] > self.starts[begin]:
+            position = max(self.calls[position].after, key=lambda earlier: self.ends[earlier])
+            since_s = max(self.starts[position], self.starts[begin])
+            links.append((self.calls[position].operation, self.ends[position] - since_s))
+        merged = groupby(reversed(links), key=lambda link: link[0])
+        return [(operation, sum(seconds for _, seconds in of_operation)) for operation, of_operation in merged]
 
 
 def simulate(
     schedule: Schedule,
     homes: Mapping[Role, str],
-    seconds: Mapping[str, float],
+    seconds: Mapping[str, Any],
     hand_over_s: Mapping[str, float],
     rate: Rate | None = None,
 ) -> Simulated:
     """Simulate steps with these roles in these pools. `seconds` has the time of one call of each operation. If no rate
-    is given, pools do not slow each other down."""
-    calls = _unrolled(schedule, homes, seconds, hand_over_s)
-    starts, ends = _forward(calls) if rate is None else _run(calls, rate)
-    firsts = [position for position, call in enumerate(calls) if call.operation == "gen"]
-    begin, end = firsts[-2], firsts[-1]
-    step_s = starts[end] - starts[begin]
-    busy: dict[str, float] = defaultdict(float)
-    for position, call in enumerate(calls):
-        inside_s = min(ends[position], starts[end]) - max(starts[position], starts[begin])
-        for pool in call.pools:
-            busy[pool] += max(0.0, inside_s) / step_s
-    return Simulated(step_s, dict(busy), _path(calls, starts, ends, end, starts[begin]))
-
-
-def step_times(
-    schedule: Schedule, homes: Mapping[Role, str], seconds: Mapping[str, Any], hand_over_s: Mapping[str, float]
-) -> Any:
-    """The step times of many placements with the same roles in each pool, whose operations take these arrays of
-    seconds. Pools do not slow each other down."""
-    calls = _unrolled(schedule, homes, seconds, hand_over_s)
-    starts, _ = _forward(calls)
-    begin, end = [position for position, call in enumerate(calls) if call.operation == "gen"][-2:]
-    return starts[end] - starts[begin]
-
-
-def _forward(calls: Sequence[Call]) -> tuple[list[Any], list[Any]]:
-    """When each call starts and ends if no call slows another one down. Times may be arrays."""
-    free: dict[str, Any] = defaultdict(float)
-    starts: list[Any] = []
-    ends: list[Any] = []
-    for call in calls:
-        start_s: Any = 0.0
-        for before_s in (*(ends[earlier] for earlier in call.after), *(free[pool] for pool in call.pools)):
-            start_s = np.maximum(start_s, before_s)
-        starts.append(start_s + call.hand_over_s)
-        ends.append(starts[-1] + call.seconds)
-        free.update(dict.fromkeys(call.pools, ends[-1]))
-    return starts, ends
+    is given, pools do not slow each other down, and the times may be arrays: then many placements with the same roles
+    in each pool are simulated at once."""
+    calls = list(_unrolled(schedule, homes, seconds, hand_over_s))
+    return _at_full_speed(calls) if rate is None else _by_events(calls, rate)
 
 
 def _unrolled(
     schedule: Schedule, homes: Mapping[Role, str], seconds: Mapping[str, Any], hand_over_s: Mapping[str, float]
-) -> list[Call]:
-    """The calls of several steps, and the generation after them."""
-    calls: list[Call] = []
-    *own, following = schedule.calls
-    first_after: Collection[int] = ()
-    for step in range(NUM_STEPS):
-        first = len(calls)
-        for position, call in enumerate(own if step < NUM_STEPS - 1 else own[:1]):
-            operation = call.operation.removeprefix(NEXT_STEP)
-            pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
-            after = tuple(first_after) if position == 0 else tuple(first + earlier for earlier in call.after)
-            calls.append(Call(operation, pools, after, seconds[operation], hand_over_s.get(operation, 0.0)))
-        first_after = [first + earlier for earlier in following.after]
-    return calls
+) -> Iterator[Call]:
+    """The calls of several steps. The last one is the generation after them."""
+    num_calls = len(schedule.calls) - 1
+    last_of_pool: dict[str, int] = {}
+    for position in range(num_calls * (NUM_STEPS - 1) + 1):
+        number = position % num_calls or num_calls  # a generation is the last call in the schedule of the step before
+        call, first = schedule.calls[number], position - number
+        operation = call.operation.removeprefix(NEXT_STEP)
+        pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
+        after = {first + earlier for earlier in call.after} | {last_of_pool.get(pool, -1) for pool in pools}
+        known = tuple(sorted(earlier for earlier in after if earlier >= 0))
+        yield Call(operation, pools, known, seconds[operation], hand_over_s.get(operation, 0.0))
+        last_of_pool.update(dict.fromkeys(pools, position))
 
 
-def _run(calls: Sequence[Call], rate: Rate) -> tuple[list[float], list[float]]:
-    """When each call starts and ends."""
-    starts, ends = [0.0] * len(calls), [-1.0] * len(calls)
-    queues: dict[str, list[int]] = defaultdict(list)
+def _at_full_speed(calls: Sequence[Call]) -> Simulated:
+    """No call slows another one down. Times may be arrays."""
+    starts: dict[int, Any] = {}
+    ends: dict[int, Any] = {}
     for position, call in enumerate(calls):
-        for pool in call.pools:
-            queues[pool].append(position)
-    due: dict[int, float] = {}
-    left: dict[int, float] = {}
-    now = 0.0
-    while queues:
-        for queue in queues.values():
-            position = queue[0]
-            call = calls[position]
-            is_ready = position not in due and all(queues[pool][0] == position for pool in call.pools)
-            if is_ready and all(ends[earlier] >= 0 for earlier in call.after):
-                due[position] = now + call.hand_over_s
-                left[position] = call.seconds
-        running = [position for position, start_s in due.items() if start_s <= now]
+        ready_s: Any = 0.0
+        for earlier in call.after:
+            ready_s = np.maximum(ready_s, ends[earlier])
+        starts[position] = ready_s + call.hand_over_s
+        ends[position] = starts[position] + call.seconds
+    return Simulated(calls, starts, ends)
+
+
+def _by_events(calls: Sequence[Call], rate: Rate) -> Simulated:
+    """From each start or end of a call to the next one: until then, all calls that run have the same rates."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    left_s = [call.seconds for call in calls]
+    now_s = 0.0
+    while len(ends) < len(calls):
+        for position, call in enumerate(calls):
+            if position not in starts and all(earlier in ends for earlier in call.after):
+                starts[position] = now_s + call.hand_over_s
+        running = [position for position, start_s in starts.items() if start_s <= now_s and position not in ends]
         active = {pool for position in running for pool in calls[position].pools}
         rates = {position: min(rate(pool, active) for pool in calls[position].pools) for position in running}
-        events = [start_s - now for start_s in due.values() if start_s > now]
-        events += [left[position] / rates[position] for position in running]
-        passed_s = min(events)
+        events = [start_s - now_s for start_s in starts.values() if start_s > now_s]
+        passed_s = min([*events, *(left_s[position] / rates[position] for position in running)])
+        now_s += passed_s
         for position in running:
-            left[position] -= passed_s * rates[position]
-        now += passed_s
-        for position in [position for position in running if left[position] <= 1e-12]:
-            starts[position], ends[position] = due.pop(position), now
-            for pool in calls[position].pools:
-                queues[pool].pop(0)
-                if not queues[pool]:
-                    del queues[pool]
-    return starts, ends
-
-
-def _path(
-    calls: Sequence[Call], starts: Sequence[float], ends: Sequence[float], last: int, begin_s: float
-) -> list[tuple[str, float]]:
-    """The chain of operations that a step waits for, from its beginning to the start of the next generation."""
-    path: list[tuple[str, float]] = []
-    position = last
-    while starts[position] > begin_s:
-        before = [earlier for earlier in range(len(calls)) if ends[earlier] <= starts[position] and earlier != position]
-        shared = [
-            one for one in before if one in calls[position].after or {*calls[one].pools} & {*calls[position].pools}
-        ]
-        if not shared:
-            break
-        position = max(shared, key=lambda one: ends[one])
-        path.append((calls[position].operation, ends[position] - max(starts[position], begin_s)))
-    merged = groupby(reversed(path), key=lambda link: link[0])
-    return [(operation, sum(seconds for _, seconds in links)) for operation, links in merged]
+            left_s[position] -= passed_s * rates[position]
+            if left_s[position] <= 1e-12:
+                ends[position] = now_s
+    return Simulated(calls, starts, ends)
