@@ -13,9 +13,8 @@ from rolepool.placement import build_plan
 from rolepool.placement.estimate import default_micro_batches
 from rolepool.placement.roles import OPERATIONS, Role
 from rolepool.planner.costs import Work
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import MAX_STEPS, Profile, Recording, measured_steps
-from rolepool.planner.search import TENSOR_PARALLEL
 from rolepool.trainer.paper import schedule_of
 
 LENGTH = PROMPT + RESPONSE

@@ -27,6 +27,7 @@ INTERVAL = 1.64
 UNKNOWN_SHARING = 0.15
 """How much of a GPU two pools may gain or lose by sharing it, if that was never measured."""
 ONE_PIECE = Work(1)
+TENSOR_PARALLEL = next(spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None)
 UNKNOWN_SYNC = 0.5
 """The relative deviation of a weight sync between pools that was never measured."""
 
@@ -42,7 +43,7 @@ class Prediction:
     step_s: float
     low_s: float
     high_s: float
-    tokens_per_gpu_s: float
+    num_tokens: float
     busy: dict[str, float]
     path: list[tuple[str, float]]
     memory_gib: dict[str, float]
@@ -53,6 +54,10 @@ class Prediction:
     @property
     def num_gpus(self) -> int:
         return len({slot for pool in self.plan.pools.values() for slot in pool.slots})
+
+    @property
+    def tokens_per_gpu_s(self) -> float:
+        return self.num_tokens / self.step_s / self.num_gpus
 
 
 class Predictor:
@@ -82,23 +87,21 @@ class Predictor:
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""
         PlacementError.raise_if_any(find_problems(config, plan))
-        memory = estimate_memory(config, plan, None if plan.device == "cpu" else self.gpu_memory_bytes)
+        memory, schedule, notes = self.memory(config, plan), self.schedule_of(config), self._notes(config, plan)
         if memory.excess:
             raise PlacementError(f"{name}: does not fit in memory, by {memory.excess / GIB:.1f} GiB")
-        schedule, notes = self.schedule_of(config), self._notes(config, plan)
         seconds = {call.operation: self.seconds(config, plan, call, memory, schedule) for call in schedule.calls}
-        homes, gaps = plan.roles, self.profile.hand_over_s
-        rates = [self._rate(plan, change) for change in (0.0, UNKNOWN_SHARING, -UNKNOWN_SHARING)]
         found = []
-        for sign, rate in zip((0, -1, 1), rates, strict=True):
+        for sign, change in ((0, 0.0), (-1, UNKNOWN_SHARING), (1, -UNKNOWN_SHARING)):
             times = {key: max(0.0, one.mean + sign * INTERVAL * sqrt(one.variance)) for key, one in seconds.items()}
-            found.append(simulate(schedule, homes, times, gaps, rate))
+            found.append(simulate(schedule, plan.roles, times, self.profile.hand_over_s, self._rate(plan, change)))
         middle, low, high = found
         peaks = {} if plan.device == "cpu" else {pool: one.peak / GIB for pool, one in memory.pools.items()}
-        slots = {slot for pool in plan.pools.values() for slot in pool.slots}
-        speed = self.num_tokens(config) / middle.step_s / len(slots)
-        times_s = middle.step_s, low.step_s, high.step_s
-        return Prediction(name, plan, *times_s, speed, middle.busy, middle.path, peaks, notes)
+        times_s, num_tokens = (middle.step_s, low.step_s, high.step_s), self.num_tokens(config)
+        return Prediction(name, plan, *times_s, num_tokens, middle.busy, middle.path, peaks, notes)
+
+    def memory(self, config: Config, plan: Plan) -> MemoryEstimate:
+        return estimate_memory(config, plan, None if plan.device == "cpu" else self.gpu_memory_bytes)
 
     def num_tokens(self, config: Config) -> float:
         """Tokens of prompts and responses in a step."""
@@ -150,15 +153,10 @@ class Predictor:
 
     def _notes(self, config: Config, plan: Plan) -> list[str]:
         """What the profile does not cover."""
-        notes = []
-        recordings = self.profile.recordings
-        parallel = {spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None}
-        for key in parallel:
-            if config.at(key) not in (measured := {one.config.at(key) for one in recordings}):
-                known = ", ".join(map(str, sorted(measured)))
-                raise ConfigError(
-                    f"{key}={config.at(key)}: the profile has measured only {known}; record a run with it"
-                )
+        notes, recordings, parallel = [], self.profile.recordings, config.at(TENSOR_PARALLEL)
+        if parallel not in (measured := {one.config.at(TENSOR_PARALLEL) for one in recordings}):
+            problem = f"the profile has measured only {', '.join(map(str, sorted(measured)))}"
+            raise ConfigError(f"{TENSOR_PARALLEL}={parallel}: {problem}; record a run with it")
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
@@ -181,14 +179,13 @@ class Predictor:
             notes.append(f"pools that share a GPU{' with MPS' if plan.mps else ''} were not measured")
         return notes
 
-    def _rate(self, plan: Plan, change: float = 0.0, efficiency: float | None = None) -> Rate | None:
-        """How fast pools work at the same time. None if no pool slows another one down."""
+    def _rate(self, plan: Plan, change: float) -> Rate | None:
+        """How fast pools work at the same time. None if no pool slows another one down. What pools that share a GPU get
+        of it together may not be measured. Then it is assumed to be the same with and without MPS, or else the whole
+        GPU, and `change` more."""
         if plan.sharing_pools:
-            if efficiency is None and plan.mps in self._efficiency:
-                efficiency = self._efficiency[plan.mps]
-            elif efficiency is None:  # not measured: as with or without MPS, if that was measured, or without a loss
-                efficiency = self._efficiency.get(not plan.mps, 1.0) + change
-            return partial(_shared_rate, plan, efficiency)
+            assumed = self._efficiency.get(not plan.mps, 1.0) + change
+            return partial(_shared_rate, plan, self._efficiency.get(plan.mps, assumed))
         if plan.device == "cpu" and self.num_cores is not None and _most_processes(plan, plan.pools) > self.num_cores:
             return partial(_core_rate, plan, self.num_cores)
         return None
@@ -197,15 +194,14 @@ class Predictor:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
         one, measured_s = self.profile.recordings[position], self.profile.step_s[position]
-        memory = estimate_memory(one.config, one.plan, self.gpu_memory_bytes)
-        schedule = self.schedule_of(one.config)
+        memory, schedule = self.memory(one.config, one.plan), self.schedule_of(one.config)
         seconds = partial(self.seconds, one.config, one.plan, memory=memory, schedule=schedule)
         times = {call.operation: seconds(call).mean for call in schedule.calls}
+        simulated = partial(simulate, schedule, one.plan.roles, times, self.profile.hand_over_s)
         low, high = 0.3, 2.0
         for _ in range(20):
             middle = (low + high) / 2
-            rate = self._rate(one.plan, efficiency=middle)
-            is_fast = simulate(schedule, one.plan.roles, times, self.profile.hand_over_s, rate).step_s < measured_s
+            is_fast = simulated(partial(_shared_rate, one.plan, middle)).step_s < measured_s
             low, high = (low, middle) if is_fast else (middle, high)
         return (low + high) / 2
 

@@ -5,12 +5,11 @@ arrays of sizes at a time; only the best ones become predictions. If there are v
 and then those next to the best ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,33 +17,31 @@ import numpy.typing as npt
 from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement.checks import find_problems
-from rolepool.placement.estimate import MemoryEstimate, estimate_memory
+from rolepool.placement.estimate import MemoryEstimate
 from rolepool.placement.plan import NEXT_STEP, Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.simulate import simulate
 
 Objective = Literal["time", "throughput_per_gpu"]
 Group = tuple[Role, ...]
 Sizes = npt.NDArray[np.int64]
+StepTimes = Callable[[Sequence[Group], Sizes], Any]
+"""From groups and rows of their sizes to the step time for each row, which is infinite if a pool does not fit."""
 MAX_GRID, MAX_TRIED, NUM_KEPT = 50_000, 1_000, 20
 """Combinations of sizes: the most that are listed and simulated at once, and those whose neighbours are tried."""
 NUM_BEST, NUM_TRIED = 5, 12
 """How many placements are returned, and how many of the best are looked at in full."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Pools and their sizes, with a value of the tensor-parallel key."""
+class Candidate(NamedTuple):
+    """Pools and their sizes, and the config with its value of the tensor-parallel key."""
 
     score: float
     groups: tuple[Group, ...]
     sizes: tuple[int, ...]
-    tensor_parallel: int
-
-
-TENSOR_PARALLEL = next(spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None)
+    config: Config
 
 
 def search(
@@ -59,10 +56,10 @@ def search(
         found += _candidates(predictor, config.with_value(TENSOR_PARALLEL, parallel), inventory, objective)
     best: list[Prediction] = []
     for one in sorted(found, key=lambda one: (one.score, len(one.groups), sum(one.sizes)))[:NUM_TRIED]:
-        changed = config.with_value(TENSOR_PARALLEL, one.tensor_parallel)
+        changed = one.config
         for plan in layouts(changed, one.groups, one.sizes, inventory):
             if not find_problems(changed, plan):
-                changes = changes_for(config, plan, one.tensor_parallel)
+                changes = changes_for(config, plan, changed.at(TENSOR_PARALLEL))
                 name = " ".join(f"{key}={value}".replace(" ", "") for key, value in changes.items())
                 best.append(predictor.predict(name, changed, plan))
                 break
@@ -81,17 +78,16 @@ def _candidates(
     predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective
 ) -> Iterator[Candidate]:
     """The best sizes of each way to group the roles."""
-    roles, parallel = needed_roles(config)[0], config.at(TENSOR_PARALLEL)
-    times = _Times(predictor, config)
+    roles, step_times = needed_roles(config)[0], _step_times(predictor, config)
     sizes = {role: allowed_sizes(config, role, inventory) for role in roles}
     for groups in partitions(roles):
         choices = [np.array(sorted(set.intersection(*(sizes[role] for role in group)))) for group in groups]
-        for score, chosen in _best_sizes(times, groups, choices, sum(inventory), objective):
-            yield Candidate(score, groups, chosen, parallel)
+        for score, chosen in _best_sizes(step_times, groups, choices, sum(inventory), objective):
+            yield Candidate(score, groups, chosen, config)
 
 
 def _best_sizes(
-    times: "_Times", groups: tuple[Group, ...], choices: Sequence[Sizes], num_gpus: int, objective: Objective
+    step_times: StepTimes, groups: tuple[Group, ...], choices: Sequence[Sizes], num_gpus: int, objective: Objective
 ) -> list[tuple[float, tuple[int, ...]]]:
     """The best combinations of sizes for these groups, with their scores. If there are too many combinations, every
     second size is tried first, or every fourth, and so on; then the sizes next to those of the best combinations."""
@@ -100,7 +96,7 @@ def _best_sizes(
         stride *= 2
         tried = _grid(choices, num_gpus, stride)
     while True:
-        step_s, used = times.step_s(groups, tried), tried.sum(1)
+        step_s, used = step_times(groups, tried), tried.sum(1)
         scores = step_s if objective == "time" else step_s * used
         best = np.argsort(scores, kind="stable")[:NUM_KEPT]
         if stride == 1:
@@ -126,19 +122,29 @@ def _around(stride: int, sizes: Sizes, size: int) -> Sizes:
     return sizes[[place for place in (at - stride, at, at + stride) if 0 <= place < len(sizes)]]
 
 
-class _Times:
-    """The times of calls, computed once for each group of roles and size of its pool."""
+def _step_times(predictor: Predictor, config: Config) -> StepTimes:
+    """A function that simulates many sizes of groups of roles at once. The times of calls are computed only once for
+    each group and size of its pool."""
+    schedule = predictor.schedule_of(config)
 
-    def __init__(self, predictor: Predictor, config: Config) -> None:
-        self.predictor, self.schedule, self._config = predictor, predictor.schedule_of(config), config
-        self._seconds: dict[tuple[str, bool, Group, int], float] = {}
-        self._plans: dict[tuple[Group, int], tuple[Plan, MemoryEstimate]] = {}
+    @cache
+    def alone(group: Group, size: int) -> tuple[Plan, MemoryEstimate]:
+        plan = _alone(config, group, size)
+        return plan, predictor.memory(config, plan)
 
-    def step_s(self, groups: Sequence[Group], sizes: Sizes) -> Any:
-        """The step time for each row of sizes of these groups; infinite if a pool does not fit in memory."""
+    @cache
+    def seconds(call: ScheduledCall, group: Group, size: int, is_whole: bool) -> float:
+        """The time of a call on a group's pool. A weight sync is whole if the pool has both of its roles."""
+        plan, memory = alone(group, size)
+        if not is_whole and group:
+            others = dict.fromkeys(call.roles.difference(group), "elsewhere")
+            plan = plan.model_copy(update={"roles": {**plan.roles, **others}})
+        return np.inf if memory.excess else predictor.seconds(config, plan, call, memory, schedule).mean
+
+    def step_times(groups: Sequence[Group], sizes: Sizes) -> Any:
         homes = {role: "+".join(group) for group in groups for role in group}
-        seconds: dict[str, Any] = {}
-        for call in self.schedule.calls:
+        times: dict[str, Any] = {}
+        for call in schedule.calls:
             # The time of a weight sync depends on the pool of the role that is trained.
             wanted = {role for role in call.roles if ROLE_SPECS[role].is_trained} or call.roles
             group, of_group = next(
@@ -146,26 +152,12 @@ class _Times:
                 ((), np.zeros(len(sizes), dtype=int)),  # of the driver, or of the rule reward
             )
             different, index = np.unique(of_group, return_inverse=True)
-            of_size = np.array([self._of_group(call, group, int(size)) for size in different])
-            seconds[call.operation.removeprefix(NEXT_STEP)] = of_size[index]
+            of_size = np.array([seconds(call, group, int(size), call.roles <= {*group}) for size in different])
+            times[call.operation.removeprefix(NEXT_STEP)] = of_size[index]
         with np.errstate(invalid="ignore"):  # infinite times
-            return simulate(self.schedule, homes, seconds, self.predictor.profile.hand_over_s).step_s
+            return simulate(schedule, homes, times, predictor.profile.hand_over_s).step_s
 
-    def _of_group(self, call: ScheduledCall, group: Group, size: int) -> float:
-        is_whole = call.roles <= {*group}
-        key = call.operation, is_whole, group, size
-        if key not in self._seconds:
-            if (group, size) not in self._plans:
-                plan = _alone(self._config, group, size)
-                limit = self.predictor.gpu_memory_bytes if plan.device != "cpu" else None
-                self._plans[group, size] = plan, estimate_memory(self._config, plan, limit)
-            plan, memory = self._plans[group, size]
-            if not is_whole and group:  # a weight sync between two pools
-                others = dict.fromkeys(call.roles.difference(group), "elsewhere")
-                plan = plan.model_copy(update={"roles": {**plan.roles, **others}})
-            found = self.predictor.seconds(self._config, plan, call, memory, self.schedule).mean
-            self._seconds[key] = np.inf if memory.excess else found
-        return self._seconds[key]
+    return step_times
 
 
 def allowed_sizes(config: Config, role: Role, inventory: Sequence[int]) -> set[int]:
@@ -187,12 +179,13 @@ def _alone(config: Config, group: Group, size: int) -> Plan:
 
 
 def _fill(size: int, free: list[int]) -> list[int]:
-    """Processes per node, node after node. Takes them from the free slots of each node."""
+    """Processes per node, node after node, up to the last node that is used. Takes them from the free slots of each
+    node."""
     taken: list[int] = []
-    for node, room in enumerate(free):
-        taken.append(min(room, size))
+    while sum(taken) < size:
+        node = len(taken)
+        taken.append(min(free[node], size - sum(taken)))
         free[node] -= taken[-1]
-        size -= taken[-1]
     return taken
 
 
@@ -242,7 +235,7 @@ def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, A
         with suppress(RolepoolError):
             if places(build_plan(changed)) == places(plan):
                 return {**changes, **words}
-    pools = {f"placement.pools.{name}": _trimmed(pool.per_node) for name, pool in plan.pools.items()}
+    pools = {f"placement.pools.{name}": list(pool.per_node) for name, pool in plan.pools.items()}
     roles = {f"placement.roles.{role}": name for role, name in plan.roles.items()}
     return {**changes, "placement.strategy": "custom", **pools, **roles}
 
@@ -250,9 +243,3 @@ def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, A
 def places(plan: Plan) -> dict[Role, tuple[Any, ...]]:
     """The slots of each role."""
     return {role: plan.pool_of(role).slots for role in plan.roles}
-
-
-def _trimmed(per_node: Sequence[int]) -> list[int]:
-    """Without the nodes after the last one that the pool uses."""
-    last = max(node for node, count in enumerate(per_node) if count)
-    return list(per_node[: last + 1])
