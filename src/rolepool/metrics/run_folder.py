@@ -147,18 +147,9 @@ class RunFolder:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
         self._append("train.log", [console_line(step, metrics)])
 
-    def add_restart(
-        self, step: int, what: str, repeated_from_step: int, seconds: float, pools: Sequence[str] = ()
-    ) -> None:
-        """Record that something died in a step, from which step on the run was repeated, how long that took, and which
-        pools were replaced."""
-        self._add_event("restart", step, what, seconds, pools, repeated_from_step=repeated_from_step)
-
-    def add_move(self, step: int, what: str, seconds: float, pools: Sequence[str]) -> None:
-        """Record that the run moved before a step, how long it did not train, and which pools have new processes."""
-        self._add_event("move", step, what, seconds, pools, after_step=step - 1)
-
-    def _add_event(self, kind: str, step: int, what: str, seconds: float, pools: Sequence[str], **steps: int) -> None:
+    def add_event(self, kind: str, step: int, what: str, seconds: float, pools: Sequence[str], **steps: int) -> None:
+        """Record a "restart" (what died in a step) or a "move" (before a step, from which placement to which): how long
+        the run did not train, the pools with new processes, and other numbers of steps."""
         event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
         self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
 

@@ -181,10 +181,9 @@ class Timeline(list[Recorded]):
                 return
             position, time_s = cause, cause_s
 
-    def hand_over_s(self, position: int) -> float:
-        """How long after the end of what it waited for a span started; infinite if it waited for nothing."""
-        start_s, _, cause_s = self._cause(position, self[position].span.start_s)
-        return start_s - cause_s
+    def cause_s(self, position: int) -> float:
+        """When what a span waited for had ended, before the span started; minus infinity if that is not known."""
+        return self._cause(position, self[position].span.start_s)[2]
 
     def _cause(self, position: int, time_s: float) -> tuple[float, int, float]:
         """When a span that was running at `time_s` started to work, and the position and time of what it waited for."""

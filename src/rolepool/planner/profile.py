@@ -114,17 +114,17 @@ class Profile:
                 calls[step, operation, 0 if operation == SYNC and is_sync_between else span.call].append(position)
         for (_, operation, _), positions in calls.items():
             of_call = [timeline[position].span for position in positions]
-            start_s, last = of_call[0].start_s, max(of_call, key=lambda span: span.end_s)
-            hand_over_s = min(map(timeline.hand_over_s, positions))
-            if last.pool != DRIVER and math.isfinite(hand_over_s):
-                self._hand_overs_s[operation].append(hand_over_s)
+            first, last = of_call[0], max(of_call, key=lambda span: span.end_s)
+            caused_s = max(timeline.cause_s(at) for at in positions if timeline[at].span.call == first.call)
+            if first.pool != DRIVER and math.isfinite(caused_s):
+                self._hand_overs_s[operation].append(max(0.0, first.start_s - caused_s))
             if operation == SYNC and is_sync_between:
                 ranks = one.plan.pool_of(Role.Actor).world_size
-                self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, last.end_s - start_s))
+                self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, last.end_s - first.start_s))
                 continue
             ranks = ranks_of(one.config, one.plan, last.role, last.pool, operation)
             for name, work, seconds in _works_of(last, num_rows):  # a call takes as long as its slowest rank
-                waited_s = last.start_s - start_s if name == REST else 0.0
+                waited_s = last.start_s - first.start_s if name == REST else 0.0
                 self._seen[operation, name].append((work, ranks, seconds + waited_s))
             total = rows.totals[operation]
             for span in of_call:
@@ -165,7 +165,7 @@ class Profile:
         for part, (pieces, tokens, attended) in total.parts.items():
             factor = of_prompt if part == PREFILL else 1.0 if role is None else longer
             amount = Work(pieces / total.num_calls, tokens * each * factor, attended * each * factor**2)
-            if part == DECODE:
+            if part == DECODE and rows.live:
                 amount = self._decode(config, rows, num_rows, of_response, prompt * of_prompt, response * of_response)
             elif part != REST and size is not None and role is not None:
                 amount = amount._replace(num_pieces=_num_pieces(config, role, operation, size, num_rows, amount))

@@ -179,7 +179,8 @@ class Trainer:
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
-                self.folder.add_restart(step, self.death.what, self.start_step + 1, time.time() - self.death.time_s)
+                seconds, repeated_from = time.time() - self.death.time_s, self.start_step + 1
+                self.folder.add_event("restart", step, self.death.what, seconds, (), repeated_from_step=repeated_from)
             cleanup.callback(self.loggers.close)
             self.loggers.start(self.folder.path)
             self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
@@ -329,7 +330,7 @@ class Trainer:
         for what, pools in deaths:
             replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
             self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
-            self.folder.add_restart(step + 1, what, step + 1, seconds, pools)
+            self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
         return step
 
     def _restore(self, pools: list[str]) -> int | None:
@@ -433,7 +434,7 @@ class Trainer:
             self._change_over(move, move.prepared, saved, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
-            self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
+            self.folder.add_event("move", number + 1, what, seconds, [*move.prepared.processes], after_step=number)
             self.rebalancer.has_moved(number + 1, seconds)
             self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
             answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
