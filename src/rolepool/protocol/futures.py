@@ -18,7 +18,7 @@ from rolepool.errors import DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.columns import merge_meta_info
 from rolepool.protocol.data import DataProto, batch_to_tensordict
-from rolepool.protocol.encoding import Encoded, decode_all, encode
+from rolepool.protocol.encoding import Encoded, encode
 
 RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
@@ -119,9 +119,7 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
     parts = []
     for index in used:
         header, encoded = headers[index], headers[index].small | stored.get(index, {})
-        to_copy = len(used) > 1  # because the parts are then joined
-        columns = dict(zip(names, decode_all([encoded[name] for name in names], to_copy=to_copy), strict=True))
-        part = DataProto.from_columns(columns, header.batch_size, {})
+        part = DataProto.from_columns({name: encoded[name].decode() for name in names}, header.batch_size, {})
         inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
         parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
