@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from rolepool.cluster import Cluster, LiveState, Prepared, next_call_number
+from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, one_line
@@ -182,8 +182,7 @@ class Trainer:
                 self.folder.add_restart(step, self.death.what, self.start_step + 1, time.time() - self.death.time_s)
             cleanup.callback(self.loggers.close)
             self.loggers.start(self.folder.path)
-            self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
-            cleanup.callback(self.live.stop)
+            self.watchdog.begin("starting")
             cleanup.callback(self._end_move, "the run has ended")
             self._train()
 
@@ -262,7 +261,7 @@ class Trainer:
 
     def _begin_step(self, number: int) -> None:
         """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
-        self._begin(f"step {number}")
+        self.watchdog.begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
@@ -335,7 +334,7 @@ class Trainer:
     def _restore(self, pools: list[str]) -> int | None:
         """Replace the processes that died, and load the last state that is complete. Returns its step; None if there is
         none. Adds the names of the pools that have new processes to `pools`."""
-        self._begin("replacing processes")
+        self.watchdog.begin("replacing processes")
         if self.cluster.has_all_nodes:
             pools += self.cluster.repair()
         else:
@@ -419,7 +418,7 @@ class Trainer:
         if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
             self._end_move(move.problem or "the request was taken back")
             return
-        self._begin("move")
+        self.watchdog.begin("move")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
         saved = None
@@ -469,18 +468,13 @@ class Trainer:
             self._save(number)
         return checkpoint_folder(self.folder.path, number) if self.saved_step == number else None
 
-    def _begin(self, what: str) -> None:
-        """Say to the files and threads that show it what the run does from now on."""
-        self.live.begin(what)
-        self.watchdog.begin(what)
-
     def _validate(self, number: int) -> None:
         if self.val_prompts is None or self.validated_step >= number:
             return
         keys = self.config.trainer
         if not self.interrupt.in_steps:
             self.observer.on_phase("validating")
-        self._begin(f"validation after step {number}")
+        self.watchdog.begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, self.roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
@@ -492,7 +486,7 @@ class Trainer:
         self.validated_step = number
 
     def _save(self, number: int) -> None:
-        self._begin(f"checkpoint of step {number}")
+        self.watchdog.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number
