@@ -203,17 +203,14 @@ class RoleProxy:
         num_parts = self._num_parts(call, spec, len(processes))
         stride = self.tp_size if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
-        returns_rows = spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
             if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
                 packed, objects = calls.pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
                 references = [[stored for _, stored in objects], *(direct for direct, _ in objects)] if objects else []
-            run = process.actor.run_rows if returns_rows else process.actor.run
-            answer = run.remote(packed, *references)
-            pending.all_objects.append(tuple(answer) if returns_rows else (answer, None))
-        if returns_rows:
+            pending.all_objects.append(tuple(process.actor.run.remote(packed, *references)))
+        if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture([pending])
         collect = collect_first if only_zero else collect_list
         return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
