@@ -144,7 +144,7 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
             stripes = [_pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)]
             return BatchArgument(tuple(stripes), *split)
         if isinstance(value, CallFuture):
-            if value.collect not in (futures.collect_first, futures.collect_list):
+            if value.collect not in (futures.collect_first, list):
                 raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get()")
             return ResultArgument(_add_replies(value.calls, objects), value.collect)
         return value
@@ -284,7 +284,9 @@ def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
-        raise lost.error(f"a result of {lost.maker} is lost because its node died", is_death=True) from None
+        where = {name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")}
+        problem = f"a result of {lost.maker} is lost because its node died"
+        raise WorkerError(problem, **where, is_death=True) from None
     except RayError as error:
         problem = f"could not be fetched: {reason_of(error)}"
         if isinstance(error, GetTimeoutError):
