@@ -133,8 +133,8 @@ def test_unreadable_rows_and_moments_are_counted_by_file_and_a_loss_that_is_not_
 
 
 def test_rows_about_restarts_are_listed_apart_from_the_metrics(folder: RunFolder) -> None:
-    folder.add_restart(2, "driver, killed by signal 9", repeated_from_step=1, seconds=12.34)
-    folder.add_restart(3, "rank 1 of left", repeated_from_step=3, seconds=2.0)
+    folder.add_event("restart", 2, "driver, killed by signal 9", 12.34, repeated_from_step=1)
+    folder.add_event("restart", 3, "rank 1 of left", 2.0, repeated_from_step=3)
     append(folder, "metrics.jsonl", '{"step": 3, "restart": {"what": "no number"}}\n')
     run = read_run(folder.path)
     assert [*run.metrics] == [1, 2]

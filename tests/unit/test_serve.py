@@ -204,7 +204,7 @@ def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs:
 
 def test_restarts_are_counted_wherever_they_are_in_a_long_file(tmp_path: Path, runs: Path) -> None:
     folder = copy_of(runs, "one", tmp_path / "one")
-    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    RunFolder(folder).add_event("restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(f'{{"step": {10 + number}, "a": 1.0}}\n' for number in range(TAIL_BYTES // 10))
     with serving(tmp_path) as client:

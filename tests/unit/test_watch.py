@@ -51,7 +51,7 @@ def test_one_frame_shows_pools_operations_busy_time_reward_and_time_left(
 def test_the_number_of_restarts_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert "restarts" not in text_of(WatchedRun(folder))
-    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    RunFolder(folder).add_event("restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2)
     assert ", restarts: 1" in text_of(WatchedRun(folder))
 
 
