@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> RunFolder:
     written = RunFolder(tmp_path / "my_run")
     written.path.mkdir()
     written.write("config.yaml", loaded.to_yaml())
-    written.write("plan.json", build_plan(loaded.config).model_dump_json())
+    written.add_plan(1, build_plan(loaded.config))
     for step in (1, 2):
         written.add_metrics(step, {"critic/score/mean": 0.5 * step, "training/epoch": 0})
         written.add_spans([Recorded(step, "update_actor", SPAN)])

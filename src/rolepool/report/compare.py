@@ -121,14 +121,12 @@ def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
-    _, low, high, verdict = ratio
-    if verdict == "more":
-        return f"{name} is {ratio.value:.2f}x slower than {first}, {low:.2f} to {high:.2f} with 95% confidence"
-    speed = f"{1 / ratio.value:.2f}x"
-    interval = f"{1 / high:.2f} to {1 / low:.2f} with 95% confidence"
-    if verdict == "less":
-        return f"{name} is {speed} faster than {first}, {interval}"
-    return f"no difference can be seen between {name} and {first}: {speed} as fast, {interval}"
+    times = (ratio.value, ratio.low, ratio.high)
+    factor, low, high = times if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    interval = f"{low:.2f} to {high:.2f} with 95% confidence"
+    if ratio.verdict == "within noise":
+        return f"no difference can be seen between {name} and {first}: {factor:.2f}x as fast, {interval}"
+    return f"{name} is {factor:.2f}x {'slower' if ratio.verdict == 'more' else 'faster'} than {first}, {interval}"
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
-from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, create_model
+from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import event_kind
@@ -167,7 +167,7 @@ def open_run(folder: str | Path) -> Run:
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
     run = Run(folder, folder.resolve().name, {}, [], [], {}, [], {})
-    run.config = run.read_whole("config.yaml", lambda text: _Config.validate_python(yaml.safe_load(text))) or {}
+    run.config = run.read_whole("config.yaml", lambda text: _Object.validate_python(yaml.safe_load(text))) or {}
     run.read_plans()
     return run
 
@@ -258,11 +258,8 @@ class JsonLines(Generic[T]):
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
-_fields = {name: (get_type_hints(Event)[name], Event._field_defaults.get(name, ...)) for name in Event._fields[2:]}
-_event: Any = (create_model("_Event", **_fields), Field(validation_alias=AliasChoices("restart", "move")))
-_EventLine = create_model("_EventLine", step=(int, ...), event=_event)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
-_Config = TypeAdapter(dict[str, Any])
+_Event, _Object = TypeAdapter(Event), TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
 
 
@@ -276,13 +273,14 @@ def read_span(line: bytes) -> Recorded:
 
 def read_row(line: bytes) -> Row:
     if kind := event_kind(line):
-        fields = vars(_EventLine.model_validate_json(line))
-        return Event(kind, fields["step"], **vars(fields["event"]))
-    row = _Row.validate_json(line)
-    step = row.pop("step", math.nan)
+        row = _Object.validate_json(line)
+        known = {**row, "kind": kind, **_Object.validate_python(row.get(kind))}
+        return _Event.validate_python({name: known[name] for name in Event._fields if name in known})
+    metrics = _Row.validate_json(line)
+    step = metrics.pop("step", math.nan)
     if not step.is_integer():
         raise ValueError("has no step")
-    return int(step), row
+    return int(step), metrics
 
 
 # Console logs
