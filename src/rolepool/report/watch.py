@@ -1,6 +1,6 @@
 """A run in the terminal, while it trains in another terminal or after it has ended.
 
-Reads only what was added to the files of the run folder, and only the end of long files. While the run trains, the view
+Reads only the end of long files, and some of the earlier metrics. While the run trains, the view
 shows what runs now, from `state.json`. Otherwise it shows the last step that was recorded, from its spans.
 """
 
@@ -22,13 +22,13 @@ from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, parts_of, read_run
+from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines
 from rolepool.terminal import Terminal
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
-LAST_BYTES = 2**21
-"""How much of the end of a long file is read at first."""
+LAST_BYTES = 2**20
+"""How much of the end of spans and samples is read."""
 SILENT_S = 30.0
 """A run that has written nothing for longer may have ended."""
 SHORT_S = 3.0
@@ -51,23 +51,20 @@ def watch(folder: str | Path, *, once: bool) -> None:
 
 
 class WatchedRun:
-    """A run folder and what was read from it so far."""
+    """A run folder and what was read from it last."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.run = read_run(folder, LAST_BYTES)
-        self._utilization: dict[str, list[str]] = {}
+        self._folder = folder
         self.update()
 
     def update(self) -> None:
-        """Read what was added, and keep the spans of the last steps."""
-        self.run.read_new()
-        last = max((recorded.step for recorded in self.run.spans), default=0)
-        self.run.spans = [recorded for recorded in self.run.spans if recorded.step >= last - 1]
+        """Read the run as it is now."""
+        self.run = read_run(self._folder, LAST_BYTES, sampled_lines)
+        self.current = parts_of(self.run)[-1]
+        self._utilization: dict[str, list[str]] = {}
         for sample in self.run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
-        self.run.monitor.clear()
-        self.current = parts_of(self.run)[-1]
         self.state: State | None = None
         with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
             state = TypeAdapter(State).validate_json((self.run.folder / "state.json").read_bytes())
