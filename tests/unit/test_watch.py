@@ -115,14 +115,14 @@ def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
         half = [line for line in lines if json.loads(line)["step"] <= 6]
         with (folder / name).open("w", encoding="utf-8") as file:
             file.write("".join(half) + lines[len(half)][:25])
-    watched.update()
+    watched = WatchedRun(folder)
     assert watched.run.step == 6
     assert not watched.run.is_finished
     for name in ("metrics.jsonl", "spans.jsonl"):
         text = (whole / name).read_text(encoding="utf-8")
         with (folder / name).open("a", encoding="utf-8") as file:
             file.write(text[(folder / name).stat().st_size :])
-    watched.update()
+    watched = WatchedRun(folder)
     assert watched.run.step == 12
     assert "finished" in text_of(watched)
 

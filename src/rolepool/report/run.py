@@ -153,7 +153,8 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
             if offset:
                 file.readline(TAIL_BYTES)  # the rest of a line
             yield file.readline(TAIL_BYTES)
-    yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))  # not one that is being written
+    # Not a line that is being written.
+    yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
 
 
 def read_run(

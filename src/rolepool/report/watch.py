@@ -38,38 +38,30 @@ LANE_WIDTH = 78
 
 def watch(folder: str | Path, *, once: bool) -> None:
     """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a terminal."""
-    watched = WatchedRun(folder)
-    console = Terminal()
+    watched, console = WatchedRun(folder), Terminal()
     if once or not console.is_terminal:
         console.print(watched.frame())
         return
     with contextlib.suppress(KeyboardInterrupt), Live(watched.frame(), console=console, auto_refresh=False) as live:
         while not watched.run.is_finished:
             time.sleep(1.0)
-            watched.update()
+            watched = WatchedRun(folder)
             live.update(watched.frame(), refresh=True)
 
 
 class WatchedRun:
-    """A run folder and what was read from it last."""
+    """A run as it is now."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = folder
-        self.update()
-
-    def update(self) -> None:
-        """Read the run as it is now."""
-        self.run = read_run(self._folder, LAST_BYTES, sampled_lines)
+        self.run = read_run(folder, LAST_BYTES, sampled_lines)
         self.current = parts_of(self.run)[-1]
         self._utilization: dict[str, list[str]] = {}
         for sample in self.run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
-        self.state: State | None = None
-        with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
-            state = TypeAdapter(State).validate_json((self.run.folder / "state.json").read_bytes())
-            if time.time() - state.time_s < SILENT_S and not self.run.is_finished:
-                self.state = state
+        state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
+        is_current = state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
+        self.state = state if is_current else None
 
     def _recent(self, name: str) -> list[float]:
         """Values of the steps with the current placement."""
