@@ -107,17 +107,6 @@ def test_a_damaged_plan_json_is_replaced(folder: RunFolder, plans: list[Plan], t
     assert history_in(folder) == [(8, plans[1])]
 
 
-def test_a_single_plan_of_an_older_version_is_the_plan_of_all_steps_so_far(
-    folder: RunFolder, plans: list[Plan]
-) -> None:
-    folder.write("plan.json", plans[0].model_dump_json(indent=2))
-    folder.add_metrics(1, {"a": 1.0})
-    run = read_run(folder.path)
-    assert [(planned.first_step, planned.plan) for planned in run.plans] == [(1, plans[0])]
-    folder.add_plan(5, plans[1])
-    assert history_in(folder) == [(1, plans[0]), (5, plans[1])]
-
-
 def test_plan_json_has_the_schedule_of_each_plan_and_of_the_last_one_the_newest(
     folder: RunFolder, plans: list[Plan]
 ) -> None:

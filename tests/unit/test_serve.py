@@ -27,7 +27,8 @@ from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.report.serve import NUM_SAMPLES, TAIL_BYTES, Server, describe, find_runs, sample_lines
+from rolepool.report.run import NUM_SAMPLES, TAIL_BYTES, sampled_lines
+from rolepool.report.serve import Server, describe, find_runs
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 TEN_STEPS = "trainer.total_training_steps=10"
@@ -330,7 +331,7 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
 def test_of_a_long_file_the_end_and_some_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {number:06d}}}\n' for number in range(100_000)), encoding="utf-8")
-    numbers = [int(line[9:15]) for line in sample_lines(path)]
+    numbers = [int(line[9:15]) for line in sampled_lines(path)]
     num_at_the_end = TAIL_BYTES // 17
     assert numbers == sorted(set(numbers))
     assert NUM_SAMPLES - 1 <= len(numbers) - num_at_the_end <= NUM_SAMPLES + 1
