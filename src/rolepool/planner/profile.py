@@ -20,7 +20,7 @@ from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recor
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
-from rolepool.planner.costs import LinearCost, Seconds, Work
+from rolepool.planner.costs import PRIOR_SHARES, PRIOR_SHARES_OF_DECODING, LinearCost, Seconds, Work
 
 MAX_STEPS = 40
 """Steps of a recording that are used. More would take longer and add little."""
@@ -87,7 +87,10 @@ class Profile:
             fetched += [(each.span.part_seconds.get("fetch", 0.0), each.span.num_bytes) for each in used]
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
-        self.costs = {key: LinearCost.fit(seen) for key, seen in self._seen.items()}
+        self.costs = {
+            key: LinearCost.fit(seen, PRIOR_SHARES_OF_DECODING if key[1] == DECODE else PRIOR_SHARES)
+            for key, seen in self._seen.items()
+        }
         took_s, num_bytes = np.sum(fetched, axis=0)
         self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
         self.hand_over_s = {operation: median(of_operation) for operation, of_operation in gaps.items()}
