@@ -93,7 +93,7 @@ class LinearCost:
     def seconds(self, work: Work, num_ranks: int) -> Seconds:
         features = np.array(work.features(num_ranks))
         mean = float(features @ self.coefficients)
-        return Seconds(mean, float(features @ self.covariance @ features) + (LEAST_NOISE * mean) ** 2)
+        return Seconds(mean, float(features @ self.covariance @ features) + (self.noise * mean) ** 2)
 
 
 def _solve(features: Array, times: Array, deviations: Array, prior: Array) -> tuple[Array, Array]:
