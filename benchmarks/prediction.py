@@ -112,18 +112,19 @@ CPU_CASES = (
     Case(f"{SPLIT.format(6, 12)} actor_rollout_ref.actor.ppo_epochs=2"),
 )
 SMALL = "data.train_batch_size=128"
+LARGE_SHAPE = "placement.strategy=standard trainer.snapshot_freq=-1"  # whose first snapshots would take a minute
 GPU_PROFILES = (
     Case("placement.strategy=standard", shape="qwen2.5-0.5b"),
     Case(f"{SHARED} {SMALL}", shape="qwen2.5-0.5b"),
-    Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-1.5b"),
+    Case(f"{LARGE_SHAPE} {SMALL}", shape="qwen2.5-1.5b"),
 )
 GPU_CASES = (
     Case("placement.strategy=standard trainer.snapshot_freq=-1", shape="qwen2.5-0.5b"),
     Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-0.5b"),
     Case(SHARED, shape="qwen2.5-0.5b"),
     Case(f"{SHARED} placement.mps=true", shape="qwen2.5-0.5b"),
-    Case("placement.strategy=standard data.train_batch_size=64", shape="qwen2.5-1.5b"),
-    Case("placement.strategy=standard", shape="qwen2.5-1.5b"),
+    Case(f"{LARGE_SHAPE} data.train_batch_size=64", shape="qwen2.5-1.5b"),
+    Case(LARGE_SHAPE, shape="qwen2.5-1.5b"),
 )
 TWO_PROFILES = (Case(STANDARD.format(2), (STANDARD.format(1),)), Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"))
 TWO_CASES = (
@@ -140,22 +141,25 @@ TINY_CASES = (Case(STANDARD.format(1)), Case(SPLIT.format(1, 2)), Case(f"{STANDA
 
 
 def make_models(folder: Path, shape: str) -> list[str]:
-    """Model, reward model and prompts; the words that name them."""
-    source = folder / "shape" if not shape else ROOT / "recipes" / "shapes" / shape
+    """Make model, reward model and prompts, unless they are there. Returns the words that name them."""
+    data = folder / f"data{shape}"
+    words = [f"actor_rollout_ref.model.path={data / 'model'}", f"data.train_files={data / 'train.jsonl'}"]
+    if not shape:
+        words.append(f"reward_model.model.path={data / 'reward'}")
+    if data.exists():
+        return words
+    source = ROOT / "recipes" / "shapes" / shape if shape else folder / "shape"
     if not shape:
         source.mkdir(parents=True, exist_ok=True)
         (source / "config.json").write_text(json.dumps(CPU_SHAPE))
-    data = folder / f"data{shape}"
-    size = ["--num-prompts", "2048", "--prompt-tokens", "16" if not shape else "128"]
+    size = ["--num-prompts", "2048", "--prompt-tokens", "128" if shape else "16"]
     script = [sys.executable, str(ROOT / "scripts" / "make_shape_model.py"), str(source), str(data), *size]
     subprocess.run(script, check=True, capture_output=True)
-    words = [f"actor_rollout_ref.model.path={data / 'model'}", f"data.train_files={data / 'train.jsonl'}"]
     if not shape:
         config = AutoConfig.from_pretrained(data / "model", num_labels=1)
         AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(data / "reward")
         (data / "reward" / "tokenizer.json").write_bytes((data / "model" / "tokenizer.json").read_bytes())
         (data / "reward" / "tokenizer_config.json").write_bytes((data / "model" / "tokenizer_config.json").read_bytes())
-        words.append(f"reward_model.model.path={data / 'reward'}")
     return words
 
 
@@ -202,9 +206,11 @@ def main() -> int:
     home.mkdir(parents=True, exist_ok=True)
     gpus = {"num_gpus": 1} if options.gpu else {}
     ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR", log_to_driver=False, **gpus)
-    models = {shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in (*profiles, *cases))}
+    models = {shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in cases)}
     folders: dict[str, list[Path]] = {}
     for number, case in enumerate(profiles):
+        if case.shape not in models:
+            continue
         folder = home / f"profile{number + 1}"
         took_s = train(case, keys_of(case, models, on_gpu=options.gpu), folder, options.steps)
         folders.setdefault(case.shape, []).append(folder)

@@ -13,8 +13,10 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.02, 0.03, 0.02])
-"""What is assumed before anything is measured: how the time of typical work is divided among the features."""
-PRIOR_STD = np.array([0.3, 0.6, 0.1, 0.3, 0.6, 0.1])
+"""What is assumed before anything is measured: how the time of typical work is divided among the features. That of
+decode steps is divided in another way: a step reads all weights, however many sequences it extends."""
+PRIOR_SHARES_OF_DECODING = np.array([0.75, 0.1, 0.08, 0.02, 0.03, 0.02])
+PRIOR_STD = np.array([0.6, 0.6, 0.1, 0.3, 0.6, 0.1])
 """How unsure these shares are."""
 NOISE = 0.1
 """The relative noise of one recorded time that the first fit assumes."""
@@ -62,12 +64,12 @@ class LinearCost:
     """The relative deviation of recorded times."""
 
     @classmethod
-    def fit(cls, seen: Sequence[tuple[Work, int, float]]) -> "LinearCost":
+    def fit(cls, seen: Sequence[tuple[Work, int, float]], shares: Array = PRIOR_SHARES) -> "LinearCost":
         """Fit recorded times: work, the number of ranks, and seconds. Directions in which the records do not vary stay
         as assumed before, and are as unsure."""
         raw = np.array([work.features(num_ranks) for work, num_ranks, _ in seen])
         scale = raw.mean(0)
-        prior = np.where(scale > 0, PRIOR_SHARES, 0.0)
+        prior = np.where(scale > 0, shares, 0.0)
         scale = np.where(scale > 0, scale, raw[:, 0].mean())
         prior[0] += 1 - prior.sum()
         features, times = raw / scale, np.array([seconds for *_, seconds in seen])
@@ -91,7 +93,7 @@ class LinearCost:
     def seconds(self, work: Work, num_ranks: int) -> Seconds:
         features = np.array(work.features(num_ranks))
         mean = float(features @ self.coefficients)
-        return Seconds(mean, float(features @ self.covariance @ features) + (LEAST_NOISE * mean) ** 2)
+        return Seconds(mean, float(features @ self.covariance @ features) + (self.noise * mean) ** 2)
 
 
 def _solve(features: Array, times: Array, deviations: Array, prior: Array) -> tuple[Array, Array]:

@@ -20,7 +20,7 @@ from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recor
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
-from rolepool.planner.costs import Array, LinearCost, Seconds, Work
+from rolepool.planner.costs import PRIOR_SHARES, PRIOR_SHARES_OF_DECODING, Array, LinearCost, Seconds, Work
 
 MAX_STEPS = 40
 """Steps of a recording that are used. More would take longer and add little."""
@@ -94,7 +94,10 @@ class Profile:
                 self._observe(one, set(steps))
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
-        self.costs = {key: LinearCost.fit(seen) for key, seen in self._seen.items()}
+        self.costs = {
+            key: LinearCost.fit(seen, PRIOR_SHARES_OF_DECODING if key[1] == DECODE else PRIOR_SHARES)
+            for key, seen in self._seen.items()
+        }
         took_s, num_bytes = self._fetched
         self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
         self.hand_over_s = {operation: median(seconds) for operation, seconds in self._hand_overs_s.items()}
