@@ -16,7 +16,7 @@ from rolepool.errors import ConfigError, PlacementError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory
-from rolepool.placement.plan import NEXT_STEP, Plan, Schedule, ScheduledCall
+from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.planner.costs import Seconds, Work
 from rolepool.planner.profile import REST, SYNC, SYNC_BETWEEN, Profile, ranks_of
@@ -90,7 +90,7 @@ class Predictor:
         memory, schedule, notes = self.memory(config, plan), self.schedule_of(config), self._notes(config, plan)
         if memory.excess:
             raise PlacementError(f"{name}: does not fit in memory, by {memory.excess / GIB:.1f} GiB")
-        seconds = {call.operation: self.seconds(config, plan, call, memory, schedule) for call in schedule.calls}
+        seconds = {call.operation: self.seconds(config, plan, call, memory, schedule) for call in schedule.calls[:-1]}
         found = []
         for sign, change in ((0, 0.0), (-1, UNKNOWN_SHARING), (1, -UNKNOWN_SHARING)):
             times = {key: max(0.0, one.mean + sign * INTERVAL * sqrt(one.variance)) for key, one in seconds.items()}
@@ -114,7 +114,7 @@ class Predictor:
         self, config: Config, plan: Plan, call: ScheduledCall, memory: MemoryEstimate, schedule: Schedule
     ) -> Seconds:
         """The time of a call, alone on its pools."""
-        name, role = call.operation.removeprefix(NEXT_STEP), min(call.roles, default=None)
+        name, role = call.operation, min(call.roles, default=None)
         if name == SYNC:
             found = self._sync(config, plan)
         else:
@@ -196,7 +196,7 @@ class Predictor:
         one, measured_s = self.profile.recordings[position], self.profile.step_s[position]
         memory, schedule = self.memory(one.config, one.plan), self.schedule_of(one.config)
         seconds = partial(self.seconds, one.config, one.plan, memory=memory, schedule=schedule)
-        times = {call.operation: seconds(call).mean for call in schedule.calls}
+        times = {call.operation: seconds(call).mean for call in schedule.calls[:-1]}
         simulated = partial(simulate, schedule, one.plan.roles, times, self.profile.hand_over_s)
         low, high = 0.3, 2.0
         for _ in range(20):

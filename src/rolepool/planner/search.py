@@ -18,7 +18,7 @@ from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate
-from rolepool.placement.plan import NEXT_STEP, Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
@@ -144,7 +144,7 @@ def _step_times(predictor: Predictor, config: Config) -> StepTimes:
     def step_times(groups: Sequence[Group], sizes: Sizes) -> Any:
         homes = {role: "+".join(group) for group in groups for role in group}
         times: dict[str, Any] = {}
-        for call in schedule.calls:
+        for call in schedule.calls[:-1]:
             # The time of a weight sync depends on the pool of the role that is trained.
             wanted = {role for role in call.roles if ROLE_SPECS[role].is_trained} or call.roles
             group, of_group = next(
@@ -153,7 +153,7 @@ def _step_times(predictor: Predictor, config: Config) -> StepTimes:
             )
             different, index = np.unique(of_group, return_inverse=True)
             of_size = np.array([seconds(call, group, int(size), call.roles <= {*group}) for size in different])
-            times[call.operation.removeprefix(NEXT_STEP)] = of_size[index]
+            times[call.operation] = of_size[index]
         with np.errstate(invalid="ignore"):  # infinite times
             return simulate(schedule, homes, times, predictor.profile.hand_over_s).step_s
 

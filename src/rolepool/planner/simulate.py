@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rolepool.placement.plan import DRIVER, NEXT_STEP, RULE_POOL, Schedule
+from rolepool.placement.plan import DRIVER, RULE_POOL, Schedule
 from rolepool.placement.roles import Role
 
 NUM_STEPS = 4
@@ -101,13 +101,14 @@ def _unrolled(
     num_calls = len(schedule.calls) - 1
     last_of_pool: dict[str, int] = {}
     for position in range(num_calls * (NUM_STEPS - 1) + 1):
-        number = position % num_calls or num_calls  # a generation is the last call in the schedule of the step before
-        call, first = schedule.calls[number], position - number
-        operation = call.operation.removeprefix(NEXT_STEP)
+        # What the first call of a step waits for is said by the last call in the schedule of the step before.
+        number = position % num_calls or num_calls
+        first, call = position - number, schedule.calls[position % num_calls]
         pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
-        after = {first + earlier for earlier in call.after} | {last_of_pool.get(pool, -1) for pool in pools}
+        after = {first + earlier for earlier in schedule.calls[number].after}
+        after |= {last_of_pool.get(pool, -1) for pool in pools}
         known = tuple(sorted(earlier for earlier in after if earlier >= 0))
-        yield Call(operation, pools, known, seconds[operation], hand_over_s.get(operation, 0.0))
+        yield Call(call.operation, pools, known, seconds[call.operation], hand_over_s.get(call.operation, 0.0))
         last_of_pool.update(dict.fromkeys(pools, position))
 
 
