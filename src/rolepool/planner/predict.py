@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
+from statistics import fmean
 
 from rolepool.config import Config
 from rolepool.config.model_files import read_shape
@@ -19,7 +20,7 @@ from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.planner.costs import Seconds, Work
-from rolepool.planner.profile import REST, SYNC, SYNC_BETWEEN, Profile, ranks_of
+from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, ranks_of
 from rolepool.planner.simulate import Rate, simulate
 
 INTERVAL = 1.64
@@ -77,9 +78,8 @@ class Predictor:
         self.gpu_memory_bytes, self.num_cores, self.speeds = gpu_memory_bytes, num_cores, dict(speeds or {})
         known = {*ROLE_SPECS, *OPERATIONS}
         if unknown := [name for name in self.speeds if name not in known]:
-            raise ConfigError(
-                f"--speed {unknown[0]}: is no role and no operation; use one of {', '.join(sorted(known))}"
-            )
+            names = ", ".join(sorted(known))
+            raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
         self._efficiency: dict[bool, float] = {}
         for shared in profile.sharing:
             self._efficiency[shared.plan.mps] = self._fit_sharing(profile.recordings.index(shared))
@@ -106,28 +106,26 @@ class Predictor:
     def num_tokens(self, config: Config) -> float:
         """Tokens of prompts and responses in a step."""
         rows, of_prompt, of_response = self.profile.rows_like(config)
-        prompt, response = (sum(one) / max(1, len(one)) for one in (rows.num_prompt, rows.num_response))
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        return num_rows * (prompt * of_prompt + response * of_response)
+        return num_rows * (fmean(rows.num_prompt) * of_prompt + fmean(rows.num_response) * of_response)
 
     def seconds(
         self, config: Config, plan: Plan, call: ScheduledCall, memory: MemoryEstimate, schedule: Schedule
     ) -> Seconds:
         """The time of a call, alone on its pools."""
-        name, role = call.operation, min(call.roles, default=None)
+        name, role = call.operation, min(call.roles, default=NO_ROLE)
         if name == SYNC:
             found = self._sync(config, plan)
         else:
-            pool = plan.roles.get(role, RULE_POOL) if role is not None else RULE_POOL
             num_parts = plan.num_parts(config, role) if role in plan.roles else self.profile.num_helpers if role else 1
             if not any(key == name for key, _ in self.profile.costs):
                 fix = "record a run with it, and give its run folder as well"
                 raise ConfigError(f"predict: {name} was not measured in the profile; {fix}")
             work = self.profile.work(config, role, OPERATIONS[name], num_parts, memory.micro_batches.get(name))
-            ranks = 1 if role is None else ranks_of(config, plan, role, pool, name)
+            ranks = ranks_of(config, plan, role, plan.roles.get(role, RULE_POOL), name)
             found = self.profile.seconds(name, work, ranks)
-        factor = 1 / self.speeds.get(name, self.speeds.get(role or "", 1.0))
-        if role is not None and name != SYNC and OPERATIONS[name].trains:  # a schedule has at most a few epochs
+        factor = 1 / self.speeds.get(name, self.speeds.get(role, 1.0))
+        if OPERATIONS[name].trains:  # a schedule has at most a few epochs
             num_epochs = config.at(f"{ROLE_SPECS[role].section}.ppo_epochs")
             factor *= num_epochs / sum(one.operation == name for one in schedule.calls)
         return Seconds(found.mean * factor, found.variance * factor**2)

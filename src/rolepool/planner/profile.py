@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ SYNC, SYNC_BETWEEN = "update_weights", "update_weights between pools"
 BYTES_PER_S = 1e9
 """How fast processes fetch batches, if no batch was recorded."""
 DECODE, PREFILL = "decode", "prefill"
+NO_ROLE = Role("")
+"""Stands for the driver, whose work does not depend on the lengths of rows."""
 
 
 class Recording(NamedTuple):
@@ -156,7 +159,7 @@ class Profile:
         return Seconds(sum(part.mean for part in parts), sum(part.variance for part in parts))
 
     def work(
-        self, config: Config, role: Role | None, operation: Operation, num_parts: int, size: MicroBatch | None
+        self, config: Config, role: Role, operation: Operation, num_parts: int, size: MicroBatch | None
     ) -> dict[str, Work]:
         """The work of one call of an operation on each of the ranks or groups that share it, by part."""
         rows, of_prompt, of_response = self.rows_like(config)
@@ -166,35 +169,34 @@ class Profile:
         total, found = rows.totals[operation.name], {}
         each = num_rows / max(total.num_rows, 1)
         for part, (pieces, tokens, attended) in total.parts.items():
-            factor = of_prompt if part == PREFILL else 1.0 if role is None else longer
+            factor = of_prompt if part == PREFILL else 1.0 if role == NO_ROLE else longer
             amount = Work(pieces / total.num_calls, tokens * each * factor, attended * each * factor**2)
             if part == DECODE and rows.live:
-                amount = self._decode(config, rows, num_rows, of_response, prompt * of_prompt, response * of_response)
-            elif part != REST and size is not None and role is not None:
+                amount = _decode(config, rows, num_rows, of_prompt, of_response)
+            elif part != REST and size is not None:
                 amount = amount._replace(num_pieces=_num_pieces(config, role, operation, size, num_rows, amount))
             found[part] = amount
         return found
 
-    def _decode(
-        self, config: Config, rows: Rows, num_rows: float, of_response: float, prompt: float, response: float
-    ) -> Work:
-        """The decode steps of a rank with so many rows: as many running sequences in each step as in the recorded
-        generations with the most similar number of rows, in proportion."""
-        nearest = min((number for number, _ in rows.live), key=lambda number: abs(math.log(number / num_rows)))
-        alike = [parts for number, parts in rows.live if number == nearest]
-        slots = config.actor_rollout_ref.rollout.max_num_seqs
-        waves, at_once = max(1.0, num_rows / slots), min(num_rows, slots)
-        longer = (prompt + response / 2) / (fmean(rows.num_prompt) + fmean(rows.num_response) / 2)
-        steps = tokens = attended = 0.0
-        for part in (one for parts in alike for one in parts):
-            running = part.num_tokens / part.num_pieces / nearest * at_once
-            if running < 0.5:
-                continue
+
+def _decode(config: Config, rows: Rows, num_rows: float, of_prompt: float, of_response: float) -> Work:
+    """The decode steps of a rank with so many rows: as many running sequences in each step as in the recorded
+    generations with the most similar number of rows, in proportion."""
+    nearest = min((number for number, _ in rows.live), key=lambda number: abs(math.log(number / num_rows)))
+    alike = [parts for number, parts in rows.live if number == nearest]
+    slots = config.actor_rollout_ref.rollout.max_num_seqs
+    waves, at_once = max(1.0, num_rows / slots), min(num_rows, slots)
+    prompt, half_response = fmean(rows.num_prompt), fmean(rows.num_response) / 2
+    longer = (prompt * of_prompt + half_response * of_response) / (prompt + half_response)
+    steps = tokens = attended = 0.0
+    for part in chain.from_iterable(alike):
+        running = part.num_tokens / part.num_pieces / nearest * at_once
+        if running >= 0.5:
             num_steps = part.num_pieces * of_response * waves / len(alike)
             steps += num_steps
             tokens += num_steps * max(1.0, running)
             attended += num_steps * max(1.0, running) * part.num_attended / part.num_tokens * longer
-        return Work(steps, tokens, attended)
+    return Work(steps, tokens, attended)
 
 
 def _works_of(span: Span, num_rows: int) -> list[tuple[str, Work, float]]:

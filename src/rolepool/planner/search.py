@@ -225,10 +225,9 @@ def changes_for(config: Config, plan: Plan, tensor_parallel: int) -> dict[str, A
     sizes = {"trainer.nnodes": len(counts), "trainer.n_gpus_per_node": max(counts), TENSOR_PARALLEL: tensor_parallel}
     changes: dict[str, Any] = {key: value for key, value in sizes.items() if config.at(key) != value}
     of_actor, split = plan.pool_of(Role.Actor).counts_by_node, {"placement.strategy": "split"}
-    tried: list[dict[str, Any]] = [{"placement.strategy": "standard"}, split]
-    tried.append({**split, "placement.split.actor_gpus_per_node": max(of_actor.values())})
-    tried.append({**split, "placement.split.actor_nodes": len(of_actor)})
-    for words in tried if len(plan.pools) < 3 else ():
+    by_gpus = {**split, "placement.split.actor_gpus_per_node": max(of_actor.values())}
+    by_nodes = {**split, "placement.split.actor_nodes": len(of_actor)}
+    for words in ({"placement.strategy": "standard"}, split, by_gpus, by_nodes) if len(plan.pools) < 3 else ():
         changed = config
         for key, value in {**changes, **words}.items():
             changed = changed.with_value(key, value)
