@@ -296,17 +296,13 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
     A step ends when the next generation starts, so the chain leads to that start. After the last step it leads to the
     span that ended last.
     """
-    last, last_s = NONE, start_s
-    for rank, positions in timeline.of_rank.items():
-        index = bisect_left(timeline.starts_of_rank[rank], end_s)
-        if index < len(positions):
-            _, operation, span = timeline[positions[index]]
-            if operation == "gen" and span.start_s == end_s:
-                last, last_s = positions[index], end_s
-                break
-        if index > 0 and (ended_s := min(timeline[positions[index - 1]].span.end_s, end_s)) > last_s:
-            last, last_s = positions[index - 1], ended_s
-    path = [] if last == NONE else list(timeline.causes(last, last_s, start_s))
+    ends_s = {at: min(one.span.end_s, end_s) for at, one in enumerate(timeline) if one.span.start_s < end_s}
+    last = max(ends_s, key=lambda at: ends_s[at], default=NONE)
+    starting = [at for at, one in enumerate(timeline) if one.operation == "gen" and one.span.start_s == end_s]
+    if starting:
+        last, ends_s[starting[0]] = starting[0], end_s
+    last_s = max(start_s, ends_s.get(last, start_s))
+    path = list(timeline.causes(last, last_s, start_s))
     if last_s < end_s:
         path.insert(0, Interval("hand-over", "", "", last_s, end_s))
     return path[::-1]
