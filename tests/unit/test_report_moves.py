@@ -292,19 +292,18 @@ def test_texts_about_moves_cannot_leave_the_data(folder: RunFolder, plans: list[
 
 def test_watch_counts_moves_and_shows_the_lanes_of_the_current_pools(moved: Path, tmp_path: Path) -> None:
     folder = copy_until(moved, tmp_path / "run", 7)
-    watched = WatchedRun(folder)
-    assert "moves" not in text_of(watched)
-    assert re.search(r"^global_pool, busy", text_of(watched), re.M)
+    shown = text_of(WatchedRun(folder))
+    assert "moves" not in shown
+    assert re.search(r"^global_pool, busy", shown, re.M)
     RunFolder(folder).add_plan(8, read_run(moved).plans[1].plan)
-    watched.update()
-    assert "moves: 1" in text_of(watched)
-    assert "global_pool" not in text_of(watched), "no step with the new pools is recorded yet"
+    shown = text_of(WatchedRun(folder))
+    assert "moves: 1" in shown
+    assert "global_pool" not in shown, "no step with the new pools is recorded yet"
     for name in ("metrics.jsonl", "spans.jsonl"):
         later = [line for line in (moved / name).open(encoding="utf-8") if json.loads(line)["step"] in (8, 9)]
         with (folder / name).open("a", encoding="utf-8") as file:
             file.writelines(later)
-    watched.update()
-    shown = text_of(watched)
+    shown = text_of(WatchedRun(folder))
     assert "step 9, the last one recorded" in shown
     assert re.search(rf"^{ACTOR}, busy", shown, re.M) and re.search(rf"^{CRITIC}, busy", shown, re.M)
     assert "global_pool" not in shown

@@ -67,6 +67,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "step_s": summary.step_s,
         "findings": [finding._asdict() for finding in find(last, summary, predicted)],
         "predicted": [(one.plan.sizes_in_words, one.name, one.step_s, one.low_s, one.high_s) for one in predicted],
+        "not_measured": sorted({note for one in predicted for note in one.notes}),
         "num_ranks": summary.num_ranks,
         "pools": {pool: [(*what, s) for what, s in times_s.items()] for pool, times_s in summary.pools_s.items()},
         "path": [(*what, seconds) for what, seconds in summary.path_s.items()],
