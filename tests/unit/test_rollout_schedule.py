@@ -132,7 +132,7 @@ def test_joined_weights_follow_updates_in_place(name: str) -> None:
     join_weights(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     layer, weight = Decoder(model, TensorParallel(), 8).layers[0], model.model.layers[0].self_attn.q_proj.weight
-    assert layer.qkv._weight.data_ptr() == weight.data_ptr()
+    assert layer.qkv._parts[0][0].data_ptr() == weight.data_ptr()
     check_weight_updates(make_engine(model), make_model(name, seed=2), make_requests(), SAMPLED)
 
 
@@ -142,17 +142,17 @@ def test_parts_of_a_cut_model_can_be_joined_and_hold_no_more_than_before() -> No
     join_weights(model)
     layer = Decoder(model, TensorParallel(), 8).layers[0]
     attention = model.model.layers[0].self_attn
-    weight, bias = layer.qkv._weight, layer.qkv._bias
+    ((weight, bias),) = layer.qkv._parts
     assert torch.equal(weight, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
     assert bias is not None and len(bias) == len(weight) == (2 + 2 * 1) * 8
     assert weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def test_weights_that_were_moved_apart_are_copied() -> None:
+def test_weights_that_were_moved_apart_are_copied_on_a_cpu() -> None:
     model = make_model("qwen2")
     join_weights(model)
     model.double()
-    weight = Decoder(model, TensorParallel(), 8).layers[0].gate_up._weight
+    ((weight, _),) = Decoder(model, TensorParallel(), 8).layers[0].gate_up._parts
     assert weight.data_ptr() != model.model.layers[0].mlp.gate_proj.weight.data_ptr()
     requests = make_requests()
     expected = make_engine(make_model("qwen2").double()).generate(requests, SAMPLED)

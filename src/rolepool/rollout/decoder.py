@@ -4,7 +4,8 @@ Owns how the layers of Llama-, Mistral-, Qwen2- and Qwen3-like models are comput
 activation and rotary tables. Does not know about requests, sampling or scheduling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -39,16 +40,21 @@ class Piece(NamedTuple):
 
 
 class Projection:
-    """Linear maps of the same input as one matrix product; their outputs are concatenated. Weights that `join_weights`
-    has joined need no copy and follow updates in place."""
+    """Linear maps of the same input; their outputs are concatenated. They are one matrix product if `join_weights` has
+    joined their weights, which needs no copy and follows updates. On a CPU, where the number of operations matters,
+    other weights are copied into one matrix."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._weight = _joined([linear.weight for linear in linears])
-        self._bias = _joined(biases) if biases else None
+        self._parts: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
+        weights, has_bias = [linear.weight for linear in linears], linears[0].bias is not None
+        join = partial(_joined, or_copy=not weights[0].is_cuda)
+        weight, bias = join(weights), join([linear.bias for linear in linears]) if has_bias else None
+        if weight is not None and has_bias == (bias is not None):
+            self._parts = [(weight, bias)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        outputs = [F.linear(x, weight, bias) for weight, bias in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 class Norm:
@@ -306,15 +312,16 @@ def join_weights(model: Any) -> None:
         for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
-                if parts[0] is not None:
-                    for part, view in zip(parts, _joined(parts).split([*map(len, parts)]), strict=True):
+                if parts[0] is not None and _joined(parts) is None:
+                    joint = torch.cat([part.data for part in parts])
+                    for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
                         part.data = view
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor over parts that follow each other in one storage; otherwise a copy."""
+def _joined(parts: list[Tensor], *, or_copy: bool = False) -> Tensor | None:
+    """One tensor over parts that follow each other in one storage; otherwise a copy, or None."""
     follow = all(following.data_ptr() == part.data_ptr() + part.nbytes for part, following in pairwise(parts))
     in_one_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
     if follow and in_one_storage and all(part.is_contiguous() for part in parts):
         return parts[0].detach().as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-    return torch.cat([*parts])
+    return torch.cat(parts) if or_copy else None

@@ -142,9 +142,10 @@ def _attend(
         output = output * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         largest = new_largest
     output = output / tl.where(total > 0, total, 1.0)[:, None]
-    place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
-    tl.store(outputs_ptr + place[:, None] * HEAD_DIM + d[None, :], output, mask=is_query)
+    place = ((row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split)[:, None]
+    tl.store(outputs_ptr + place * HEAD_DIM + d[None, :], output, mask=is_query)
     if SPLITS > 1:
+        place = (row * NUM_KV_HEADS * GROUP + heads) * SPLITS + split
         tl.store(log_sums_ptr + place, largest + tl.log2(total), mask=g < GROUP)
 
 

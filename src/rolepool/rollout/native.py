@@ -84,10 +84,10 @@ class NativeEngine:
     Each `generate` uses the model's current weights. With `shared_weights` they are the trainer's own weights.
 
     `max_num_seqs` sequences run at the same time, fewer if `cache_bytes` (asked before a cache is allocated) allows
-    fewer. A prefill micro-batch has at most `max_num_batched_tokens` tokens. On a GPU weights that are applied to the
-    same input are joined once, without a copy, and decode steps are captured in CUDA graphs, unless `enforce_eager` is
-    set or the model is tensor-parallel. With `shard` the model is this rank's part, and all ranks of `parallel` make
-    the same calls; the first rank chooses the tokens.
+    fewer. A prefill micro-batch has at most `max_num_batched_tokens` tokens. On a GPU the engine's own weights that are
+    applied to the same input are joined once, without a copy, and decode steps are captured in CUDA graphs, unless
+    `enforce_eager` is set or the model is tensor-parallel. With `shard` the model is this rank's part, and all ranks of
+    `parallel` make the same calls; the first rank chooses the tokens.
     """
 
     model: Any
@@ -107,7 +107,7 @@ class NativeEngine:
         self._on_gpu = cache_shape(self.model).device.type == "cuda"
         self._check_interval = _CHECK_INTERVAL if self._on_gpu else 1
         self._captures = self._on_gpu and not self.enforce_eager and self.parallel.size == 1
-        if self._on_gpu:
+        if self._on_gpu and not self.shared_weights:
             join_weights(self.model)
         self._cache: SlotCache | None = None
         self._state: _DecodeState | None = None
