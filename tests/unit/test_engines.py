@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MambaConfig, MambaForCausalLM
 
 from engine_contract import ROUNDING, check_engine, check_weight_updates, largest_difference
 from rolepool.config import load_config
@@ -74,6 +75,13 @@ def test_the_transformers_engine_generates_with_the_weights_of_a_packed_model(tm
     requests = make_requests()
     assert largest_difference(plain, requests, engine.generate(requests, SAMPLED), SAMPLED) < ROUNDING
     assert trained.config._attn_implementation != engine.model.config._attn_implementation
+
+
+def test_a_model_without_a_key_value_cache_is_refused() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+    engine = TransformersEngine(MambaForCausalLM(MambaConfig(**sizes)), 4)
+    with pytest.raises(ConfigError, match="MambaForCausalLM returns no key-value cache; choose another model"):
+        engine.generate(make_requests(), SAMPLED)
 
 
 # Packed rows

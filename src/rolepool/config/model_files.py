@@ -172,8 +172,9 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
     """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file does not say."""
     if engine == "native":
         return why_not_native(content)
-    is_unknown = content.get("is_encoder_decoder")
-    return f"the {engine} engine cannot run an encoder-decoder model" if is_unknown else None
+    if content.get("is_encoder_decoder"):
+        return f"the {engine} engine cannot run an encoder-decoder model"
+    return None
 
 
 def why_not_native(content: Mapping[str, Any]) -> str | None:
