@@ -1,4 +1,4 @@
-"""The native rollout engine against `transformers.generate`, on responses of mixed length, one thread, in one run.
+"""The rollout engines and `transformers.generate`, on responses of mixed length, one thread, in one run.
 
     python benchmarks/generation.py [--rounds 3] [--requests 128] [--slots 64] [--device cpu]
 
@@ -28,7 +28,8 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolepool.rollout import NativeEngine, Request, Sampling
+from rolepool.rollout import Engine, NativeEngine, Request, Sampling
+from rolepool.rollout.transformers_engine import TransformersEngine
 
 MODELS = {
     "0.15M": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 3, "heads": (4, 2)},
@@ -90,13 +91,20 @@ def with_generate(model: LlamaForCausalLM, requests: list[Request], num_rows: in
         assert out.shape[1] == width + length
 
 
-def with_native(engine: NativeEngine, requests: list[Request]) -> None:
+def with_engine(engine: Engine, requests: list[Request]) -> None:
     sampling = Sampling(
         temperature=1.0, top_p=1.0, top_k=-1, do_sample=True, max_new_tokens=256, ignore_eos=True, stop_token_ids=()
     )
     completions = engine.generate(requests, sampling)
     for request, completion in zip(requests, completions, strict=True):
         assert len(completion.token_ids) == num_new(request)
+
+
+def make_engines(model: LlamaForCausalLM, num_slots: int) -> dict[str, Engine]:
+    return {
+        "native": NativeEngine(model, max_num_seqs=num_slots, max_num_batched_tokens=8192, shared_weights=True),
+        "transformers engine": TransformersEngine(model, num_slots, shared_weights=True),
+    }
 
 
 def main() -> None:
@@ -109,11 +117,14 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, sizes in MODELS.items():
         model = make_model(**sizes).to(options.device)  # type: ignore[arg-type]
-        engine = NativeEngine(model, max_num_seqs=options.slots, max_num_batched_tokens=8192, shared_weights=True)
+        engines = make_engines(model, options.slots)
         requests = make_requests(options.requests, model.config.vocab_size)
         by_length = sorted(requests, key=num_new)
         ways: dict[str, Callable[[], None]] = {
-            "native": lambda engine=engine, requests=requests: with_native(engine, requests),
+            name: lambda engine=engine, requests=requests: with_engine(engine, requests)
+            for name, engine in engines.items()
+        }
+        ways |= {
             "generate, as they come": lambda model=model, requests=requests: with_generate(
                 model, requests, options.slots
             ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo, make_demo
@@ -20,6 +20,8 @@ from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout
 from rolepool.rollout import NativeEngine
+from rolepool.rollout.engine import ABILITIES
+from rolepool.rollout.transformers_engine import TransformersEngine
 
 NORM = "model.norm.weight"
 GIB = 2**30
@@ -140,6 +142,21 @@ def test_the_cache_stays_within_its_part_of_the_gpu_and_of_what_is_free(
     share: int, free: int, weights: int, utilization: float, room: int
 ) -> None:
     assert cache_room(share * GIB, free * GIB, weights * GIB, utilization) == room * GIB
+
+
+class EngineWithoutSeeds(TransformersEngine):
+    abilities = ("sleep",)
+
+    def __init__(self, load_model: Callable[[], nn.Module], **others: object) -> None:
+        super().__init__(load_model(), max_num_seqs=4)
+
+
+def test_what_an_engine_cannot_do_is_printed(demo: Demo, caplog: pytest.LogCaptureFixture) -> None:
+    name = f"actor_rollout_ref.rollout.name={__name__}:EngineWithoutSeeds"
+    made = make_rollout(demo, "cpu", name).generate_sequences(prompts()).batch
+    assert caplog.messages == [f"{name} has no per_sample_seeds: {ABILITIES['per_sample_seeds']}"]
+    assert made["weights_version"].tolist() == [0, 0, 0]
+    assert torch.equal(lengths_of(made["rollout_log_probs"]), made["num_response_tokens"]), "to be compared"
 
 
 @pytest.mark.gpu

@@ -68,6 +68,9 @@ class LoadedConfig:
         if rollout.engine in OTHER_ENGINES:
             fix = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
             problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {fix}")
+        if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
+            key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
+            problems.append(f"{key}: the transformers engine has all weights in one process; {fix}")
         for key in ("trainer.test_freq", "trainer.val_only"):
             if self.value_of(key) > 0 and not self.config.data.val_files:
                 fix = f"set data.val_files, or remove {key}"

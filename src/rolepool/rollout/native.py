@@ -6,10 +6,10 @@ CUDA graphs; and how the engine gets its model. Does not know how a layer is com
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, 
 from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.sampling import choose, seed_streams
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel, WeightStream
+from rolepool.rollout.streamed import StreamedEngine
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 _REFILL_FRACTION = 8
 """Prompts enter when an eighth of the slots is free, because prefilling one short prompt takes about as long as
@@ -78,7 +79,7 @@ class _DecodeState:
 
 
 @dataclass(eq=False, repr=False)
-class NativeEngine:
+class NativeEngine(StreamedEngine):
     """Generates with `model`, a Hugging Face causal language model of a known architecture, on the model's device.
 
     Each `generate` uses the model's current weights. With `shared_weights` they are the trainer's own weights.
@@ -101,7 +102,7 @@ class NativeEngine:
 
     def __post_init__(self) -> None:
         refuse_unknown(self.model)
-        self.version = 0
+        super().__init__(self.model)
         config = self.model.config
         self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
         self._on_gpu = cache_shape(self.model).device.type == "cuda"
@@ -111,16 +112,9 @@ class NativeEngine:
             join_weights(self.model)
         self._cache: SlotCache | None = None
         self._state: _DecodeState | None = None
-        self._asleep = False
-        self._arriving: WeightStream | None = None
-        """An update of the weights that has not ended, or that failed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        if self._asleep:
-            raise RolepoolError("the rollout engine is asleep: wake it before it generates")
-        if self._arriving is not None:
-            problem = "the last weight update failed halfway or has not ended"
-            raise RolepoolError(f"{problem}: update the weights before generating")
+        self.raise_if_not_ready()
         self._check_requests(requests, sampling)
         if not requests:
             return []
@@ -132,24 +126,10 @@ class NativeEngine:
             self._cache = self._state = None
             raise
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
-        if not self.shared_weights:
-            stream = self._arriving or WeightStream(self.model, self.shard)
-            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
-            stream.take(named_tensors)
-            if version is not None:
-                stream.end()
-            self._arriving = stream if version is None else None
-        if version is not None:
-            self.version = version
-
     def sleep(self) -> None:
+        """The next `generate` allocates the cache again, because it knows the size."""
+        super().sleep()
         self._cache = None
-        self._asleep = True
-
-    def wake(self) -> None:
-        """The next `generate` allocates the cache, because it knows the size."""
-        self._asleep = False
 
     def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
         problems = []
@@ -226,7 +206,6 @@ class _Generation:
 
     def run(self) -> list[Completion]:
         completions: dict[int, Completion] = {}
-        version, stops = self._engine.version, self._batch.stop_token_ids
         while self._waiting or self._batch.num_running:
             num_free = self._num_slots - self._batch.num_running
             num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
@@ -242,11 +221,7 @@ class _Generation:
                     for _ in range(num_steps):
                         self._step()
             for request, tokens, log_probs in self._batch.pop_finished(self._cache):
-                if not np.isfinite(log_probs).all():
-                    problem = f"the model's logits are not finite (weights version {version})"
-                    raise RolepoolError(f"request {request}: {problem}: its weights contain NaN or have diverged")
-                reason: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
-                completions[request] = Completion(tokens, log_probs, reason, version)
+                completions[request] = self._engine.completion(tokens, log_probs, self._batch.stop_token_ids)
         return [completions[index] for index in range(len(self._requests))]
 
     def _entering(self) -> list[int]:
