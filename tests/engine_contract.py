@@ -1,6 +1,6 @@
-"""What every engine must do when its weights change, as a check that takes an engine.
+"""What every engine must do, as checks that take an engine. They do not know any engine.
 
-Does not know any of them.
+`check_engine` is the whole contract; `check_weight_updates` is its part about new weights.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from rolepool.errors import DataError, RolepoolError
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.sampling import filter_logits
 
@@ -19,6 +21,77 @@ ROUNDING = 1e-4
 """How far apart rounding may bring logits, probabilities and log-probs of float32 models; 7e-6 has been seen."""
 _PERTURBATION = 0.1
 """Of every weight, as a fraction of its tensor's mean size: enough to move log-probs far beyond any tolerance."""
+
+
+def check_engine(engine: Engine, model: nn.Module, requests: Sequence[Request]) -> None:
+    """Raise AssertionError unless `engine`, which has the weights of `model`, keeps the whole contract."""
+    from same_tokens import assert_same_completions, assert_same_tokens, token_ids  # it imports this module
+
+    greedy = Sampling(1.0, 1.0, -1, do_sample=False, max_new_tokens=20, ignore_eos=True, stop_token_ids=())
+    sampled = dataclasses.replace(greedy, do_sample=True)
+    filtered = dataclasses.replace(sampled, temperature=0.7, top_k=20, top_p=0.9)
+
+    # Greedy tokens are those of transformers; log-probs are those of a trainer's forward.
+    free = engine.generate(requests, greedy)
+    assert_same_tokens(model, requests, greedy, token_ids(free), [_generated(model, one, greedy) for one in requests])
+    for sampling in (greedy, sampled, filtered):
+        difference = largest_difference(model, requests, engine.generate(requests, sampling), sampling)
+        assert difference < ROUNDING, f"log-probs are {difference:.1e} from the trainer's forward"
+
+    # A stop token ends a response and belongs to it, unless it is ignored.
+    stops = (int(free[0].token_ids[3]), int(free[4].token_ids[6]))
+    stopping = dataclasses.replace(greedy, ignore_eos=False, stop_token_ids=stops)
+    stopped = engine.generate(requests, stopping)
+    ends = [next((place + 1 for place, token in enumerate(one) if token in stops), None) for one in token_ids(free)]
+    cut = [one[:end] for one, end in zip(token_ids(free), ends, strict=True)]
+    assert_same_tokens(model, requests, greedy, token_ids(stopped), cut)
+    assert all(one.finish_reason == ("stop" if one.token_ids[-1] in stops else "length") for one in stopped)
+    assert {one.finish_reason for one in stopped} == {"stop", "length"}
+    ignoring = engine.generate(requests, dataclasses.replace(stopping, ignore_eos=True))
+    assert_same_tokens(model, requests, greedy, token_ids(ignoring), token_ids(free))
+
+    # A sample depends on its seed, and not on its batch.
+    same_prompt = [dataclasses.replace(requests[3], seed=seed, max_new_tokens=20) for seed in range(6)]
+    samples = engine.generate(same_prompt, sampled)
+    assert len(set(map(tuple, token_ids(samples)))) == 6
+    if "per_sample_seeds" in engine.abilities:
+        together = engine.generate(requests, sampled)
+        alone = [engine.generate([request], sampled)[0] for request in requests]
+        assert_same_completions(model, requests, sampled, alone, together)
+        assert_same_completions(model, requests, sampled, engine.generate(requests[::-1], sampled)[::-1], together)
+
+    # An engine that sleeps does not generate, and generates the same when it wakes up.
+    engine.sleep()
+    with pytest.raises(RolepoolError, match="asleep"):
+        engine.generate(requests, greedy)
+    engine.wake()
+    assert_same_completions(model, requests, greedy, engine.generate(requests, greedy), free)
+    assert engine.generate([], greedy) == []
+
+    # New weights are checked, and used.
+    whole = {} if engine.shared_weights else dict(model.state_dict())
+    name, tensor = next(iter(whole.items()), ("", torch.zeros(0)))
+    broken = {"missing": {}, "not a weight": {"model.norm.wait": tensor}, "has shape": {name: tensor[:1]}}
+    for complaint, named in broken.items() if whole else ():
+        with pytest.raises(DataError, match=complaint):
+            engine.update_weights(named.items(), engine.version + 1)
+        with pytest.raises(RolepoolError, match="failed halfway"):
+            engine.generate(requests, greedy)
+        engine.update_weights(whole.items(), engine.version + 1)
+    engine.sleep()  # weights may also come to a sleeping engine
+    engine.update_weights(whole.items(), engine.version + 1)
+    engine.wake()
+    for sampling in (sampled, greedy):
+        check_weight_updates(engine, model, requests, sampling)
+
+
+def _generated(model: Any, request: Request, sampling: Sampling) -> list[int]:
+    """The tokens of `generate` of transformers."""
+    ids = torch.tensor([list(request.token_ids)])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    num_new = request.max_new_tokens or sampling.max_new_tokens
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **options)
+    return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
 def check_weight_updates(

@@ -22,7 +22,7 @@ from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import advise, find_problems, find_snapshot_warnings, find_warnings
+from rolepool.placement.checks import advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
@@ -216,7 +216,8 @@ def _summary_of(
     overlaps = schedule_of(config).overlaps(made.roles)
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
     warnings = list(find_warnings(config, made, on_cpus=on_cpus))
-    return PlanSummary(made, overlaps, estimate, find_problems(config, made), warnings, advice)
+    problems, engines = find_problems(config, made), engines_of(config)
+    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines)
 
 
 # From arguments to keys

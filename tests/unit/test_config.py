@@ -96,6 +96,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "actor_rollout_ref.rollout": {
         "name": "native",
         "fallback": None,
+        "engine_kwargs.vllm": {},
+        "vllm_python": ".venv-vllm/bin/python",
+        "parity_check": None,
+        "parity_limit": None,
         "n": 1,
         "temperature": 1.0,
         "top_p": 1.0,
@@ -230,7 +234,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() for name, default in keys.items()}
 
 CHOICES = {
-    "actor_rollout_ref.rollout.name": "native vllm sglang trtllm hf",
+    "actor_rollout_ref.rollout.name": "native transformers vllm sglang trtllm",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla gspo gpg clip_cov kl_cov geo_mean cispo",
     "actor_rollout_ref.actor.loss_agg_mode": (
         "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"

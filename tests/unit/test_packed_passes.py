@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import RolepoolError
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_log_probs, response_values
 from rolepool.protocol import pad_ragged, ragged
@@ -135,9 +135,3 @@ def test_a_model_for_packed_passes_refuses_rows_whose_sequences_it_is_not_told(t
     model = load(write_model(tmp_path), packed=True)
     with pytest.raises(RolepoolError, match="use_remove_padding=false"):
         model(input_ids=rows().ids[None])
-
-
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path: Path) -> None:
-    path = write_model(tmp_path, final_logit_softcapping=30.0)
-    with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        load(path, packed=True)

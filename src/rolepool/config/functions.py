@@ -27,7 +27,13 @@ _COMPARING = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized"
 ADV_ESTIMATORS: Known = {"gae": ("values",), **dict.fromkeys(_COMPARING, ("index",)), "remax": ("reward_baselines",)}
 ADV_ESTIMATORS |= {"reinforce_plus_plus": (), "reinforce_plus_plus_baseline": ("index",)}
 POLICY_LOSSES: Known = dict.fromkeys(("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"), ())
-OTHER_ENGINES = ("vllm", "sglang", "trtllm", "hf")
+ENGINES = {
+    "native": "rolepool.rollout.native:native_engine",
+    "transformers": "rolepool.rollout.transformers_engine:transformers_engine",
+    "vllm": "rolepool.rollout.vllm_engine:vllm_engine",
+}
+"""The functions that make rolepool's own rollout engines."""
+OTHER_ENGINES = ("sglang", "trtllm")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
 
 EXTENSIONS: list[str] = []
@@ -47,7 +53,7 @@ def check_name(known: Collection[str], name: str, kind: str = "function") -> str
 AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMATORS))]
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
 StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom", "auto")))]
-EngineName = Annotated[str, AfterValidator(partial(check_name, ("native", *OTHER_ENGINES), kind="class"))]
+EngineName = Annotated[str, AfterValidator(partial(check_name, (*ENGINES, *OTHER_ENGINES), kind="class"))]
 StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
 
 

@@ -1,8 +1,8 @@
 """What a model's config.json says before a process starts, without torch: its shape, and whether it can be run.
 
 Owns finding the file (in a folder, or in the local Hugging Face cache; nothing is ever downloaded), reading single
-entries of it, counting parameters, which models the native rollout engine can run, and the messages for a folder that
-is missing or incomplete. The engine itself is in `rolepool.rollout`.
+entries of it, counting parameters, which models each rollout engine can run, and the messages for a folder that is
+missing or incomplete. The engines themselves are in `rolepool.rollout`.
 """
 
 import difflib
@@ -18,6 +18,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from rolepool.errors import RolepoolError, first_few, one_line
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PACKABLE_TYPES = frozenset(MODEL_TYPES) | {"cohere", "deepseek_v3", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
+PACKABLE_TYPES |= {"granite", "mixtral", "olmo2", "olmo3", "phi3", "qwen2_moe", "qwen3_moe", "smollm3"}
+"""Models that compute packed rows as they compute padded ones. Others would mix sequences, or ignore softcapping."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings in which a position's angles do not depend on the longest sequence of the batch."""
 
@@ -163,6 +166,17 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
         value = None if wrong["type"] == "missing" else wrong["input"]
         reason = f"{wrong['loc'][0]}={value} must be an integer over 0"
         raise ShapeUnknown(f"config.json of {path} does not describe a Llama-like decoder ({reason})") from error
+
+
+def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
+    """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file does not say."""
+    if engine == "native":
+        return why_not_native(content)
+    if content.get("is_encoder_decoder"):
+        return f"the {engine} engine cannot run an encoder-decoder model"
+    if engine == "vllm" and any(content.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return "the vllm engine cannot take new weights of a model with experts"
+    return None
 
 
 def why_not_native(content: Mapping[str, Any]) -> str | None:

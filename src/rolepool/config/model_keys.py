@@ -151,12 +151,27 @@ class ValKwargs(Section):
     """Sample in validation; false decodes greedily."""
 
 
+class EngineKwargsConfig(Section):
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's LLM class, for example {enable_prefix_caching: false}."""
+
+
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine: native, or a class of your own as module:class (docs/extending.md). vllm, sglang, trtllm and hf
-    can be planned, but not trained yet: set fallback."""
+    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in an
+    environment of its own), or a class of your own as module:class (docs/extending.md). sglang and trtllm can be
+    planned, but not trained yet: set fallback."""
     fallback: Literal["native"] | None = None
-    """The engine to use in place of vllm, sglang, trtllm or hf. null does not train with such a name."""
+    """The engine to use in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
+    engine_kwargs: EngineKwargsConfig
+    vllm_python: str = ".venv-vllm/bin/python"
+    """The Python of vLLM's environment, which scripts/setup_vllm.sh makes; used if name is vllm."""
+    parity_check: bool | None = None
+    """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
+    for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature that is not 1,
+    because the actor computes softmax(logits / temperature)."""
+    parity_limit: Positive | None = None
+    """Largest mean difference of these log-probs; null is 0.0001 on CPU slots (float32) and 0.05 on GPUs (16 bits)."""
     n: Count = 1
     """Number of responses to each prompt. Estimators such as grpo and rloo compare them, so they need at least 2."""
     temperature: NonNegative = 1.0
@@ -194,8 +209,18 @@ class RolloutConfig(Section):
 
     @property
     def engine(self) -> str:
-        """The engine that generates: `name`, or `fallback` in place of an engine that rolepool cannot run."""
-        return self.fallback if self.fallback is not None and self.name in OTHER_ENGINES else self.name
+        """The engine that generates: `name`, or `fallback` in place of an engine of another project."""
+        return self.fallback if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES) else self.name
+
+    @property
+    def has_actors_distribution(self) -> bool:
+        """Whether tokens are chosen with the probabilities that the actor computes, softmax(logits / temperature)."""
+        return self.top_k == -1 and self.top_p == 1 if self.do_sample else self.temperature == 1
+
+    @property
+    def checks_parity(self) -> bool:
+        is_wanted = self.engine != "native" if self.parity_check is None else self.parity_check
+        return is_wanted and self.has_actors_distribution
 
 
 class ActorRolloutRefConfig(Section):

@@ -173,6 +173,10 @@ def contradictions(config: Config) -> Iterator[str]:
         if is_used and config.at(section).temperature == 0:
             fix = f"for greedy decoding set {section}.do_sample=false and do not set the temperature"
             yield f"{section}.temperature=0: must be greater than 0; {fix}"
+    keys = config.actor_rollout_ref.rollout
+    if keys.parity_check and not keys.has_actors_distribution:
+        reason = "top_p, top_k and greedy decoding choose tokens with other probabilities than the actor computes"
+        yield f"{rollout}.parity_check=true: {reason}; remove it, or remove top_p, top_k and do_sample"
     mode, path = trainer.resume_mode, trainer.resume_from_path
     if (mode == "resume_path") != (path is not None):
         key = f"trainer.resume_from_path={'null' if path is None else path}"

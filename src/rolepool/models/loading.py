@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.modeling_layers import GenericForTokenClassification
 from transformers.utils import logging as transformers_logging
 
 from rolepool.config.model_files import why_no_model
@@ -53,12 +54,10 @@ def load_policy(
     """A causal language model that also has `token_scores`. Its batches are packed or padded."""
     key = "actor_rollout_ref.model.path"
     model: Any = _load(transformers.AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
-    found = [name for name in CHANGES_LOGITS if getattr(model.config, name, None) not in (None, 1)]
-    head = model.get_output_embeddings()
-    if found or not isinstance(head, nn.Linear) or head.bias is not None:
-        reason = f"it has {found[0]}" if found else "its head is not a plain linear map"
-        raise ConfigError(f"{key}={path}: log-probs of this model cannot be computed ({reason}); choose another model")
-    return add_token_scores(model)
+    head, config = model.get_output_embeddings(), model.config
+    is_plain = isinstance(head, nn.Linear) and head.bias is None
+    is_plain = is_plain and all(getattr(config, name, None) in (None, 1) for name in CHANGES_LOGITS)
+    return add_token_scores(model, has_plain_head=is_plain)
 
 
 def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
@@ -76,11 +75,13 @@ def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code
 def _load(
     auto: Any, key: str, path: str | None, dtype: torch.dtype, trusted: bool, overrides: dict[str, Any], packed: bool
 ) -> nn.Module:
+    config = read_model_config(key, path, trust_remote_code=trusted, overrides=overrides)
+    has_new_head = auto is transformers.AutoModelForTokenClassification
     settings = {
-        "config": read_model_config(key, path, trust_remote_code=trusted, overrides=overrides),
+        "config": config,
         "dtype": dtype,
         "trust_remote_code": trusted,
-        "attn_implementation": PACKED if packed else "sdpa",
+        "attn_implementation": PACKED if packed else None,  # None is sdpa if the model has it
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are reported in `info`, and are errors below
     }
@@ -91,8 +92,9 @@ def _load(
         restored.callback(transformers_logging.enable_progress_bar)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        model, info = auto.from_pretrained(str(Path(str(path)).expanduser()), **settings)
-    trunk, has_new_head = f"{model.base_model_prefix}.", auto is transformers.AutoModelForTokenClassification
+        model_class = _token_classifier(config) if has_new_head else auto
+        model, info = model_class.from_pretrained(str(Path(str(path)).expanduser()), **settings)
+    trunk = f"{model.base_model_prefix}."
     missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
     for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
@@ -110,6 +112,16 @@ def _load(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _token_classifier(config: transformers.PretrainedConfig) -> Any:
+    """The class of a critic. Some models of transformers have none; theirs has the same parts as those of others."""
+    kind = type(config)
+    if kind in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or kind not in transformers.MODEL_MAPPING:
+        return transformers.AutoModelForTokenClassification
+    trunk: Any = transformers.MODEL_MAPPING[kind]
+    family = next(base for base in trunk.__mro__[1:] if issubclass(base, transformers.PreTrainedModel))
+    return type(f"{trunk.__name__}ForTokenClassification", (GenericForTokenClassification, family), {})
 
 
 def _is_finite(weight: torch.Tensor) -> bool:

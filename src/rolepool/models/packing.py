@@ -113,9 +113,10 @@ def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tenso
     return precise(values.flatten()[places])
 
 
-def add_token_scores(model: nn.Module) -> nn.Module:
-    """Give a language model the method `token_scores`, which computes scores without all logits at once."""
-    setattr(model, TOKEN_SCORES, MethodType(_token_scores, model))
+def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module:
+    """Give a language model the method `token_scores`. It computes scores without all logits at once if logits are
+    just the last hidden states times the weight of the head."""
+    setattr(model, TOKEN_SCORES, MethodType(_token_scores if has_plain_head else _token_scores_from_logits, model))
     return model
 
 
@@ -125,6 +126,16 @@ def _token_scores(
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
     return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)
+
+
+def _token_scores_from_logits(
+    model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
+) -> TokenScores:
+    """The same from the logits that the model returns, of all tokens at once."""
+    # The class's function, because the model's own `forward` may cast and gather weights, as is done for this method.
+    logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[places]
+    log_p = (precise(logits) / temperature).log_softmax(dim=-1)
+    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), torch.special.entr(log_p.exp()).sum(dim=-1)
 
 
 @cache

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 
 from rolepool.config import Config, show
 from rolepool.config.fitting import num_cores
-from rolepool.config.functions import ADV_ESTIMATORS, import_object
-from rolepool.config.model_files import num_positions, read_model_file, read_shape, why_not_native, why_not_parallel
+from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, OTHER_ENGINES, import_object
+from rolepool.config.model_files import (
+    PACKABLE_TYPES,
+    ShapeUnknown,
+    num_positions,
+    read_model_file,
+    read_shape,
+    why_not_parallel,
+    why_not_run,
+)
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
@@ -39,7 +47,8 @@ Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
 
 def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
-    problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan), *_engine(config)]
+    problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
+    problems += [*_engine(config), *_packing(config, plan)]
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -133,19 +142,43 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
 def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if keys.engine != "native":
-        if ":" in keys.name:
-            import_object("actor_rollout_ref.rollout.name", keys.name)
+    if ":" in keys.engine:
+        import_object("actor_rollout_ref.rollout.name", keys.engine)
+        return
+    if keys.engine in OTHER_ENGINES:  # `LoadedConfig.why_not_trained` reports it
+        return
+    reasons = engines_of(config)
+    if (reason := reasons.get(keys.engine)) is not None:
+        able = [name for name, problem in reasons.items() if problem is None]
+        fix = f"set actor_rollout_ref.rollout.name={able[0]}" if able else "choose another model"
+        yield f"actor_rollout_ref.model.path={model.path}: {reason}; {fix}"
+    if reason is not None or keys.engine != "native":
         return
     with suppress(ValueError):  # models that are not on disk yet
-        content = read_model_file(model.path, model.override_config)
-        if (reason := why_not_native(content)) is not None:
-            yield f"actor_rollout_ref.model.path={model.path}: {reason}; choose such a model"
-            return
         shape = read_shape(model.path, model.override_config)
         counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
         if (problem := why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
             yield problem
+
+
+def engines_of(config: Config) -> dict[str, str | None]:
+    """For each rollout engine, why it cannot run the policy, or None if it can. Empty if the model is not on disk."""
+    with suppress(ShapeUnknown):
+        content = read_model_file(*model_of(config, Role.Rollout))
+        return {name: why_not_run(name, content) for name in ENGINES}
+    return {}
+
+
+def _packing(config: Config, plan: Plan) -> Iterator[str]:
+    """Models that are not known to keep packed rows apart must use padded rows."""
+    for role in plan.roles:
+        spec = ROLE_SPECS[role]
+        key = f"{spec.model}.use_remove_padding"
+        if spec.can_pack and spec.batched and config.at(key):
+            with suppress(ShapeUnknown):  # models that are not on disk yet
+                name = read_model_file(*model_of(config, role)).get("model_type")
+                if name is not None and name not in PACKABLE_TYPES:
+                    yield f"{key}=true: models of type {name} cannot compute packed rows here; set {key}=false"
 
 
 # Advice

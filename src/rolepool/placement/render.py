@@ -5,7 +5,7 @@ figure comes from the plan and the estimate.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_uppercase
@@ -51,6 +51,8 @@ class PlanSummary:
     """What is allowed, and probably not wanted."""
     advice: Sequence[Advice]
     """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
+    engines: Mapping[str, str | None]
+    """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model is not on disk."""
 
     def __str__(self) -> str:
         return Text.from_ansi(self.to_terminal()).plain
@@ -71,6 +73,7 @@ class PlanSummary:
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
         lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
+        lines += [Text(f"rollout engine not possible: {reason}") for reason in self.engines.values() if reason]
         lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
         for line in lines:
             is_long = len(line) > console.width
@@ -105,6 +108,7 @@ class PlanSummary:
             "overlaps": self.overlaps,
             "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
             | {"snapshot_bytes": self.memory.snapshot_bytes},
+            "engines": dict(self.engines),
             "problems": list(self.problems),
             "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
         }

@@ -8,6 +8,7 @@ from torch import Tensor
 from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_loss, masked_kl_penalty, masked_sum
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
+from rolepool.errors import RolepoolError
 from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic
 from rolepool.models.packing import TokenRows, response_values
@@ -15,8 +16,11 @@ from rolepool.models.sharding import whole_parameters
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import TOKENS
+from rolepool.protocol.ragged import TOKENS, flat_values
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
+
+NUM_PARITY_TOKENS = 64
+"""The number of tokens of each rank whose log-probs are compared with those of the rollout engine."""
 
 
 class Actor(TrainedRole):
@@ -31,15 +35,34 @@ class Actor(TrainedRole):
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, "rollout_log_probs", "weights_version"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies."""
+        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies. If the rows
+        have a `weights_version`, they are compared with the engine's."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
             return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": rows.pad(entropies.double()).sum(dim=1)}
 
-        return self.in_micro_batches("compute_log_prob", data, score)
+        computed = self.in_micro_batches("compute_log_prob", data, score)
+        if "weights_version" in data.batch:
+            self._raise_if_apart(data, computed)
+        return computed
+
+    def _raise_if_apart(self, rollouts: DataProto, computed: DataProto) -> None:
+        """Raise an error if the engine did not generate with the current weights, or computes other log-probs."""
+        keys = self.config.actor_rollout_ref.rollout
+        limit = keys.parity_limit or (1e-4 if self.device == "cpu" else 0.05)
+        columns = (rollouts.batch["rollout_log_probs"], computed.batch["old_log_probs"])
+        ours, theirs = (flat_values(column)[:NUM_PARITY_TOKENS].double() for column in columns)
+        apart, version = float((ours - theirs).abs().mean()), int(rollouts.batch["weights_version"][0])
+        if not apart <= limit:
+            raise RolepoolError(
+                f"actor_rollout_ref.rollout.name={keys.engine}: the engine's log-probs, with version {version} of the "
+                f"weights, are {apart:.2g} from the actor's (mean of {len(ours)} tokens), and "
+                f"actor_rollout_ref.rollout.parity_limit is {limit:g}: it computes other numbers, or did not take the "
+                "last weights; fix the engine, or raise the limit"
+            )
 
     @register(
         Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob")

@@ -1,9 +1,11 @@
 """The rollout: responses to prompts, from the actor's weights.
 
 Owns turning completions into rows, and taking new weights: from the actor in the same process, or from its export. The
-engine that generates is the one that `actor_rollout_ref.rollout.name` names: the native one, or a class of the user's.
+engine that generates is the one that `actor_rollout_ref.rollout.name` names: one of rolepool's own, or a class of the
+user's.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 
 from rolepool.config import Config
-from rolepool.config.functions import import_object
+from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
@@ -20,8 +22,9 @@ from rolepool.protocol import DataProto, Dispatch, ragged, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import Completion, Engine, Request, Sampling, sample_seed
-from rolepool.rollout.native import native_engine
+from rolepool.rollout.engine import ABILITIES, Completion, Engine, Request, Sampling, sample_seed
+
+logger = logging.getLogger(__name__)
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
@@ -38,9 +41,12 @@ class Rollout(ModelRole):
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
         load = partial(self.load_policy, self.frozen_dtype, packed=False)
-        name = self.keys.engine
-        make = native_engine if name == "native" else import_object("actor_rollout_ref.rollout.name", name)
+        name, key = self.keys.engine, "actor_rollout_ref.rollout.name"
+        make = import_object(key, ENGINES.get(name, name))
         self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)
+        for ability, loss in ABILITIES.items():
+            if ability not in getattr(self.engine, "abilities", ()) and self.rank == 0:
+                logger.warning("%s=%s has no %s: %s", key, name, ability, loss)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
@@ -67,7 +73,9 @@ class Rollout(ModelRole):
         tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
         ids = ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response)
         columns = {"input_ids": ids, "num_prompt_tokens": num_prompt, "num_response_tokens": num_response}
-        if self.keys.calculate_log_probs:
+        if self.keys.checks_parity:
+            columns["weights_version"] = torch.tensor([completion.weights_version for completion in completions])
+        if self.keys.calculate_log_probs or self.keys.checks_parity:
             log_probs = np.concatenate([completion.log_probs for completion in completions])
             columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
         return DataProto.from_dict(columns)

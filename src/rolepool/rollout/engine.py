@@ -3,7 +3,7 @@
 Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol
@@ -70,8 +70,18 @@ class Completion:
         return isinstance(other, Completion) and all(map(np.array_equal, vars(self).values(), vars(other).values()))
 
 
+ABILITIES = {
+    "per_sample_seeds": "responses depend on the batch, so another placement or a resumed run gets other responses",
+    "sleep": "the engine's memory stays allocated while other roles compute",
+}
+"""What an engine may be able to do, and what is lost without it."""
+
+
 class Engine(Protocol):
     """Generates responses, one call at a time."""
+
+    abilities: Collection[str]
+    """Those of `ABILITIES` that it has. A run says what is lost without the others."""
 
     shared_weights: bool
     """Whether it uses the trainer's own weights, so that `update_weights` moves no data."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol.worker import WorkerContext, free_bytes, part, work_of
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
-from rolepool.rollout.engine import Completion, Request, Sampling
+from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.sampling import choose, seed_streams
 from rolepool.rollout.tensor_parallel import Shard, TensorParallel, WeightStream
@@ -90,6 +90,7 @@ class NativeEngine:
     `parallel` make the same calls; the first rank chooses the tokens.
     """
 
+    abilities: ClassVar = frozenset(ABILITIES)
     model: Any
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,0 +1,115 @@
+"""The transformers rollout engine: any causal language model that transformers can load, with its own forward pass.
+
+A batch of left-padded rows is decoded until all have ended; rows that have ended leave it when half of them have. It is
+slower than the native engine and knows every architecture. Owns this loop. Tokens are chosen as in the native engine.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rolepool.config import Config
+from rolepool.errors import ConfigError
+from rolepool.protocol.worker import WorkerContext, part
+from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
+from rolepool.rollout.sampling import choose, seed_streams
+from rolepool.rollout.streamed import StreamedEngine
+
+
+def transformers_engine(
+    config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
+) -> "TransformersEngine":
+    """The engine of one rank, with the weights of the shared model, or with a model of its own."""
+    max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
+    if shared_model is None:
+        return TransformersEngine(load_model().requires_grad_(False).to(context.device), max_num_seqs)
+    # Modules of its own with the same tensors, because the trainer's modules may only run packed rows.
+    tensors = chain(shared_model.parameters(), shared_model.buffers())
+    model: Any = copy.deepcopy(shared_model, {id(tensor): tensor for tensor in tensors})
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    return TransformersEngine(model, max_num_seqs, shared_weights=True)
+
+
+class TransformersEngine(StreamedEngine):
+    """Generates with `model`, a causal language model of transformers, at most `max_num_seqs` sequences at a time."""
+
+    abilities = frozenset(ABILITIES)
+
+    def __init__(self, model: Any, max_num_seqs: int, shared_weights: bool = False) -> None:
+        super().__init__(model.eval())
+        self.shared_weights, self.max_num_seqs = shared_weights, max_num_seqs
+        self._accepted = inspect.signature(model.forward).parameters
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        self.raise_if_not_ready()
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids))
+        found: dict[int, Completion] = {}
+        with torch.inference_mode(), part("decode"):
+            for start in range(0, len(order), self.max_num_seqs):
+                rows = order[start : start + self.max_num_seqs]
+                found.update(zip(rows, self._respond([requests[row] for row in rows], sampling), strict=True))
+        return [found[index] for index in range(len(requests))]
+
+    def _respond(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        device = next(self.model.parameters()).device
+        limits_b = torch.tensor([request.max_new_tokens or sampling.max_new_tokens for request in requests]).to(device)
+        streams_b = seed_streams([request.seed for request in requests]).to(device)
+        stops = torch.tensor(() if sampling.ignore_eos else sampling.stop_token_ids, dtype=torch.int64, device=device)
+        tokens_bn = torch.zeros(len(requests), int(limits_b.max()), dtype=torch.int64, device=device)
+        log_probs_bn, num_new_b = torch.zeros_like(tokens_bn, dtype=torch.float32), torch.zeros_like(limits_b)
+        inputs, rows = _left_padded(requests, device), torch.arange(len(requests), device=device)
+        cache, is_running = None, torch.ones_like(rows, dtype=torch.bool)
+        for step in range(tokens_bn.shape[1]):
+            logits_bv, cache = self._forward(inputs, cache)
+            token_b, log_prob_b = choose(logits_bv, streams_b[rows], torch.full_like(rows, step), sampling)
+            running = rows[is_running]
+            tokens_bn[running, step], log_probs_bn[running, step] = token_b[is_running], log_prob_b[is_running]
+            num_new_b[running] += 1
+            is_running = is_running & ~torch.isin(token_b, stops) & (limits_b[rows] > step + 1)
+            num_running = int(is_running.sum())
+            if not num_running:
+                break
+            inputs = _next_inputs(inputs, token_b)
+            if 2 * num_running <= len(rows) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+                cache.batch_select_indices(is_running)
+                inputs = {name: tensor[is_running] for name, tensor in inputs.items()}
+                rows, is_running = rows[is_running], is_running[is_running]
+        numbers = zip(tokens_bn.cpu().numpy(), log_probs_bn.cpu().numpy(), num_new_b.tolist(), strict=True)
+        return [self.completion(tokens[:num], log_probs[:num], stops.tolist()) for tokens, log_probs, num in numbers]
+
+    def _forward(self, inputs: dict[str, Tensor], cache: Any) -> tuple[Tensor, Any]:
+        """Logits of the last token of each row, and the cache. A model gets only the arguments that it knows."""
+        more = {"logits_to_keep": 1, **inputs}
+        known = {name: value for name, value in more.items() if name in self._accepted}
+        outputs = self.model(past_key_values=cache, use_cache=True, **known)
+        if outputs.get("past_key_values") is None:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=transformers: {type(self.model).__name__} returns no key-value cache; "
+                "choose another model"
+            )
+        return outputs.logits[:, -1], outputs.past_key_values
+
+
+def _left_padded(requests: Sequence[Request], device: torch.device) -> dict[str, Tensor]:
+    """A model's inputs: all prompts, each padded on the left to the longest."""
+    lengths = torch.tensor([len(request.token_ids) for request in requests])
+    width = int(lengths.max())
+    mask_bt = torch.arange(width) >= width - lengths[:, None]
+    ids_bt = torch.zeros(mask_bt.shape, dtype=torch.int64)
+    ids_bt[mask_bt] = torch.tensor([token for request in requests for token in request.token_ids])
+    positions_bt = (mask_bt.cumsum(dim=1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids_bt, "attention_mask": mask_bt.long(), "position_ids": positions_bt}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _next_inputs(inputs: dict[str, Tensor], token_b: Tensor) -> dict[str, Tensor]:
+    """The inputs of the next step: one token of each row."""
+    mask_bt = inputs["attention_mask"]
+    mask_bt = torch.cat((mask_bt, mask_bt.new_ones(len(mask_bt), 1)), dim=1)
+    positions_b1 = inputs["position_ids"][:, -1:] + 1
+    return {"input_ids": token_b[:, None], "attention_mask": mask_bt, "position_ids": positions_b1}

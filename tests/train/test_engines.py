@@ -1,0 +1,102 @@
+"""Runs with other rollout engines, of models that the native engine does not know, and engines with other weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys
+
+from rolepool.config import load_config
+from rolepool.data.demo import Demo
+from rolepool.errors import WorkerError
+from rolepool.trainer.loop import Trainer
+from tiny_models import write_model
+
+TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
+PADDED = "actor_rollout_ref.model.use_remove_padding=false"
+NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
+STALE_ENGINE = """
+from rolepool.rollout.transformers_engine import TransformersEngine
+
+class StaleEngine(TransformersEngine):
+    def __init__(self, load_model, **kwargs):
+        super().__init__(load_model(), max_num_seqs=64)
+
+    def update_weights(self, named_tensors, version):
+        if version is None or version < 2:
+            super().update_weights(named_tensors, version)
+        else:  # it forgets one update
+            self.version = version
+"""
+
+pytestmark = pytest.mark.usefixtures("one_ray")
+
+
+def run(*keys: str) -> None:
+    Trainer(load_config([], keys)).run()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("gemma2", [PADDED, *ONE_RANK]),
+        ("gemma3_text", SPLIT),
+        ("qwen3_moe", ["trainer.n_gpus_per_node=2"]),
+    ],
+)
+def test_a_model_that_only_transformers_can_generate_with_is_trained(
+    demo: Demo, tmp_path: Path, model_type: str, keys: list[str]
+) -> None:
+    """In every step the actor's log-probs are those of the engine, or the run would stop."""
+    model = write_model(tmp_path / "model", model_type, Path(demo.model))
+    more = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.use_kl_loss=true", *keys]
+    more += ["trainer.total_training_steps=5", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    run(*small_keys(demo, tmp_path / "run", TRANSFORMERS, *more))
+    rows = rows_of(tmp_path / "run")
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+    assert all(row["actor/updates"] == 2 and row["critic/updates"] == 2 for row in rows)
+    assert rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"], "the policy has changed"
+
+
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["shared weights", "two pools"])
+def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
+    more = [*keys, "trainer.total_training_steps=2", *NO_VALIDATION]
+    for name in ("native", "transformers"):
+        run(*small_keys(demo, tmp_path / name, f"actor_rollout_ref.rollout.name={name}", *more))
+    native, transformers = (rows_of(tmp_path / name) for name in ("native", "transformers"))
+    for one, other in zip(native, transformers, strict=True):
+        assert one["critic/score/mean"] == other["critic/score/mean"]
+        assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["one pool", "two pools"])
+def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
+    """The demo's model has heads of 32 numbers, which vLLM needs."""
+    more = [*keys, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    more += ["trainer.total_training_steps=3", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    run(*small_keys(demo, tmp_path / "run", *more))
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+
+
+def test_an_engine_that_keeps_old_weights_stops_the_run(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stale_engine.py").write_text(STALE_ENGINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    words = [*ONE_RANK, "actor_rollout_ref.rollout.name=stale_engine:StaleEngine", "trainer.total_training_steps=5"]
+    with pytest.raises(WorkerError) as caught:
+        run(*small_keys(demo, tmp_path / "run", *words, *NO_VALIDATION))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("actor_rollout_ref.rollout.name=stale_engine:StaleEngine: the engine's log-probs, with ")
+    assert "version 2 of the weights, are " in line and "parity_limit is 0.0001" in line
+    assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2], "step 3 changed nothing"
