@@ -54,6 +54,7 @@ AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMAT
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
 StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom", "auto")))]
 EngineName = Annotated[str, AfterValidator(partial(check_name, (*ENGINES, *OTHER_ENGINES), kind="class"))]
+FormatName = Annotated[str, AfterValidator(partial(check_name, ("hermes",)))]
 StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
 
 
@@ -62,6 +63,15 @@ def import_object(key: str, reference: str) -> Any:
     module, _, name = reference.partition(":")
     fix = "write module:name; the module must be installed or in the current folder"
     return _import(f"{key}={reference}", fix, module, name)
+
+
+def import_environment(path: str | None, name: str) -> Any:
+    """The environment that `environment.path` and `environment.name` name."""
+    if path is None:
+        return import_object("environment.name", name)
+    file = Path(path).expanduser().resolve()
+    fix = "environment.path is a Python file, and environment.name a class or function in it"
+    return _import(f"environment.path={path}", fix, file.stem, name, folder=file.parent)
 
 
 def import_extensions(extensions: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
-from rolepool.config.functions import OTHER_ENGINES, EngineName, PolicyLossName
+from rolepool.config.functions import OTHER_ENGINES, EngineName, FormatName, PolicyLossName
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -156,6 +156,23 @@ class EngineKwargsConfig(Section):
     """Further arguments of vLLM's LLM class, for example {enable_prefix_caching: false}."""
 
 
+class MultiTurnConfig(Section):
+    enable: bool = False
+    """Generate conversations of several turns with the environment of environment.name."""
+    max_assistant_turns: Count | None = None
+    """Largest number of turns of the model in a conversation; null sets no limit. data.max_response_length limits the
+    tokens of all turns and of what the environment adds between them."""
+    max_turn_tokens: Count | None = None
+    """Largest number of tokens of one turn of the model; null sets no limit."""
+    max_user_turns: Count | None = None
+    """Largest number of turns of the environment, which answer tool calls; null sets no limit."""
+    max_tool_response_length: Count = 256
+    """Largest number of characters of a tool's answer; the middle of a longer one is removed."""
+    format: FormatName = "hermes"
+    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a
+    function of your own as module:function, from the text of a turn to a list of (name, arguments)."""
+
+
 class RolloutConfig(Section):
     name: EngineName = "native"
     """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in an
@@ -206,6 +223,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = 8192
     """Most prompt tokens in one prefill micro-batch."""
     val_kwargs: ValKwargs
+    multi_turn: MultiTurnConfig
 
     @property
     def engine(self) -> str:

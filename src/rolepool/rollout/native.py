@@ -6,12 +6,14 @@ CUDA graphs; and how the engine gets its model. Does not know how a layer is com
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +24,11 @@ from rolepool.models.packing import on_device
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol.worker import WorkerContext, free_bytes, part, work_of
 from rolepool.rollout.decoder import Decoder, Piece, cache_shape, join_weights, refuse_unknown
-from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
+from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.kv_cache import DecodeBatch, SlotCache
 from rolepool.rollout.sampling import choose, seed_streams
-from rolepool.rollout.tensor_parallel import Shard, TensorParallel, WeightStream
+from rolepool.rollout.streamed import StreamedEngine
+from rolepool.rollout.tensor_parallel import Shard, TensorParallel
 
 _REFILL_FRACTION = 8
 """Prompts enter when an eighth of the slots is free, because prefilling one short prompt takes about as long as
@@ -33,6 +36,9 @@ prefilling several."""
 _CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at these checks; a
 sequence that samples a stop token waits for half of these steps on average."""
+_PATIENCE_STEPS = 8
+"""Decode steps of a session after which a few waiting requests join. They join earlier if they are an eighth of the
+running ones, because a prefill takes about as long as a decode step."""
 _MAX_PROBLEMS = 5
 
 
@@ -78,7 +84,7 @@ class _DecodeState:
 
 
 @dataclass(eq=False, repr=False)
-class NativeEngine:
+class NativeEngine(StreamedEngine):
     """Generates with `model`, a Hugging Face causal language model of a known architecture, on the model's device.
 
     Each `generate` uses the model's current weights. With `shared_weights` they are the trainer's own weights.
@@ -90,7 +96,6 @@ class NativeEngine:
     `parallel` make the same calls; the first rank chooses the tokens.
     """
 
-    abilities: ClassVar = frozenset(ABILITIES)
     model: Any
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -102,7 +107,7 @@ class NativeEngine:
 
     def __post_init__(self) -> None:
         refuse_unknown(self.model)
-        self.version = 0
+        super().__init__(self.model)
         config = self.model.config
         self._max_positions, self._vocab_size = num_positions(config.to_dict()), config.vocab_size
         self._on_gpu = cache_shape(self.model).device.type == "cuda"
@@ -112,45 +117,42 @@ class NativeEngine:
             join_weights(self.model)
         self._cache: SlotCache | None = None
         self._state: _DecodeState | None = None
-        self._asleep = False
-        self._arriving: WeightStream | None = None
-        """An update of the weights that has not ended, or that failed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        if self._asleep:
-            raise RolepoolError("the rollout engine is asleep: wake it before it generates")
-        if self._arriving is not None:
-            problem = "the last weight update failed halfway or has not ended"
-            raise RolepoolError(f"{problem}: update the weights before generating")
+        self.raise_if_not_ready()
         self._check_requests(requests, sampling)
         if not requests:
             return []
+        max_new_tokens = max(_num_new(request, sampling) for request in requests)
+        length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
+        completions: dict[int, Completion] = {}
+        with self._running(replace(sampling, max_new_tokens=max_new_tokens), len(requests), 0, length) as generation:
+            numbers = generation.enqueue(requests, sampling)
+            while len(completions) < len(requests):
+                completions.update(generation.step())
+        return [completions[number] for number in numbers]
+
+    @contextmanager
+    def session(self, sampling: Sampling, num_requests: int, max_tokens: int) -> Iterator["_Generation"]:
+        """Requests join and leave between decode steps. The cache has a second slot for each conversation, which keeps
+        its tokens between turns; with too little memory, the conversations that ended first are computed again."""
+        self.raise_if_not_ready()
+        with self._running(sampling, num_requests, num_requests, max_tokens, _PATIENCE_STEPS) as generation:
+            yield generation
+
+    @contextmanager
+    def _running(self, *arguments: Any) -> Iterator["_Generation"]:
         try:
-            with torch.inference_mode():
-                return _Generation(self, requests, sampling).run()
+            yield _Generation(self, *arguments)
         except BaseException:
             # The cache may contain NaN, which would stay there after the weights change. Sequences are still running.
             self._cache = self._state = None
             raise
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
-        if not self.shared_weights:
-            stream = self._arriving or WeightStream(self.model, self.shard)
-            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
-            stream.take(named_tensors)
-            if version is not None:
-                stream.end()
-            self._arriving = stream if version is None else None
-        if version is not None:
-            self.version = version
-
     def sleep(self) -> None:
+        """The next `generate` allocates the cache again, because it knows the size."""
+        super().sleep()
         self._cache = None
-        self._asleep = True
-
-    def wake(self) -> None:
-        """The next `generate` allocates the cache, because it knows the size."""
-        self._asleep = False
 
     def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
         problems = []
@@ -168,10 +170,9 @@ class NativeEngine:
         if problems:
             raise DataError(first_few(problems, _MAX_PROBLEMS, "\n").splitlines())
 
-    def _take_cache(self, requests: Sequence[Request], sampling: Sampling) -> SlotCache:
+    def _take_cache(self, num_slots: int, length: int) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
-        length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
-        num_slots, shape = min(self.max_num_seqs, len(requests)), cache_shape(self.model)
+        shape = cache_shape(self.model)
         cache = self._cache
         if cache is None or cache.shape != shape or cache.num_slots < num_slots or cache.length < length:
             self._cache = cache = None  # before the new one is allocated, so that both never exist at once
@@ -187,12 +188,11 @@ class NativeEngine:
             self._cache = cache = SlotCache(shape, num_slots, length)
         return cache
 
-    def _take_state(self, cache: SlotCache, requests: Sequence[Request], sampling: Sampling) -> _DecodeState:
+    def _take_state(self, cache: SlotCache, num_new: int, stops: tuple[int, ...]) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
         before = self._state
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
-        stops = () if sampling.ignore_eos else sampling.stop_token_ids
-        num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
+        num_rows = cache.num_slots
         if before is not None and before.addresses == addresses:
             has_positions = before.decoder.num_positions >= cache.length
             has_room = before.batch.num_rows >= num_rows and before.batch.max_new_tokens >= num_new
@@ -211,69 +211,146 @@ class NativeEngine:
         return state
 
 
-class _Generation:
-    """One call of `generate`."""
+class _Kept(NamedTuple):
+    """Where the tokens of a conversation are between its turns."""
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
-        self._engine, self._requests, self._sampling = engine, requests, sampling
-        self._cache = engine._take_cache(requests, sampling)
-        state = engine._take_state(self._cache, requests, sampling)
+    slot: int
+    token_ids: npt.NDArray[np.int64]
+
+
+class _Prefill(NamedTuple):
+    """A prompt, how many of its tokens are kept from the turn before, and the requests that have it."""
+
+    start: int
+    prompt: tuple[int, ...]
+    requests: list[int]
+
+
+class _Generation:
+    """One call of `generate`, or one session."""
+
+    def __init__(
+        self, engine: NativeEngine, sampling: Sampling, num_rows: int, num_kept: int, length: int, patience: int = 0
+    ) -> None:
+        """`num_rows` requests may run at the same time, in slots of `length` tokens. `num_kept` more slots keep the
+        tokens of conversations between their turns."""
+        self._engine, self._sampling, self._length, self._patience = engine, sampling, length, patience
+        num_rows = min(engine.max_num_seqs, num_rows)
+        self._cache = engine._take_cache(num_rows + num_kept, length)
+        stops = () if sampling.ignore_eos else sampling.stop_token_ids
+        state = engine._take_state(self._cache, sampling.max_new_tokens, stops)
         self._decoder, self._batch, self._graphs = state.decoder, state.batch, state.graphs
         if engine._on_gpu:
             self._decoder.locate(self._cache)
-        self._num_slots = min(self._cache.num_slots, len(requests))
-        self._streams = seed_streams([request.seed for request in requests]).tolist()
-        self._waiting = deque(range(len(requests)))
+        self._num_slots = min(self._cache.num_slots, num_rows)
+        self._free = list(range(self._num_slots, min(self._cache.num_slots, num_rows + num_kept)))
+        self._kept: dict[int, _Kept] = {}
+        self._requests: dict[int, tuple[Request, int, int]] = {}
+        """The requests that have not ended, each with its limit and the seed of its random numbers."""
+        self._waiting: deque[int] = deque()
+        self._num_submitted = self._num_steps = 0
+        """All requests so far, and the decode steps since requests joined."""
 
-    def run(self) -> list[Completion]:
-        completions: dict[int, Completion] = {}
-        version, stops = self._engine.version, self._batch.stop_token_ids
-        while self._waiting or self._batch.num_running:
-            num_free = self._num_slots - self._batch.num_running
-            num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
-            if self._waiting and (num_free >= num_wanted or not self._batch.num_running):
-                entering = self._entering()
-                prompts = {tuple(self._requests[index].token_ids) for index in entering}
-                with part("prefill", *work_of(map(len, prompts))):
-                    self._admit(entering)
-            else:
-                num_steps = min(self._engine._check_interval, self._batch.num_steps_left)
-                num_tokens = num_steps * self._batch.num_running
-                with part("decode", num_tokens, num_tokens * self._batch.length, num_pieces=num_steps):
-                    for _ in range(num_steps):
-                        self._step()
-            for request, tokens, log_probs in self._batch.pop_finished(self._cache):
-                if not np.isfinite(log_probs).all():
-                    problem = f"the model's logits are not finite (weights version {version})"
-                    raise RolepoolError(f"request {request}: {problem}: its weights contain NaN or have diverged")
-                reason: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
-                completions[request] = Completion(tokens, log_probs, reason, version)
-        return [completions[index] for index in range(len(self._requests))]
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        self._engine._check_requests(requests, self._sampling)
+        longest = max(len(request.token_ids) + _num_new(request, self._sampling) for request in requests)
+        if longest > self._length:
+            raise DataError(f"a request for {longest} tokens does not fit into a session for {self._length}")
+        return self.enqueue(requests, self._sampling)
 
-    def _entering(self) -> list[int]:
-        """The waiting requests that free slots take now."""
+    def enqueue(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[int]:
+        """The same for requests that were checked; `sampling` has their limit."""
+        numbers = range(self._num_submitted, self._num_submitted + len(requests))
+        streams = seed_streams([request.seed for request in requests]).tolist()
+        for number, request, stream in zip(numbers, requests, streams, strict=True):
+            self._requests[number] = request, _num_new(request, sampling), stream
+        self._waiting.extend(numbers)
+        self._num_submitted += len(requests)
+        return numbers
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Prefill the waiting requests that find a slot, or decode; the requests that have ended since."""
+        if self._can_admit():
+            prefills = self._entering()
+            with part("prefill", *work_of(len(prefill.prompt) - prefill.start for prefill in prefills)):
+                self._admit(prefills)
+        else:
+            num_steps = min(self._engine._check_interval, self._batch.num_steps_left)
+            num_tokens = num_steps * self._batch.num_running
+            with part("decode", num_tokens, num_tokens * self._batch.length, num_pieces=num_steps):
+                for _ in range(num_steps):
+                    self._step()
+        completions = []
+        for number, tokens, log_probs in self._batch.pop_finished(self._cache, self._keep):
+            del self._requests[number]
+            completions.append((number, self._engine.completion(tokens, log_probs, self._batch.stop_token_ids)))
+        return completions
+
+    def _can_admit(self) -> bool:
+        num_running, num_waiting = self._batch.num_running, len(self._waiting)
+        num_free = self._num_slots - num_running
+        is_worth_it = num_waiting * _REFILL_FRACTION >= num_running or self._num_steps >= self._patience
+        num_wanted = min(num_waiting, max(1, self._num_slots // _REFILL_FRACTION))
+        return num_waiting > 0 and (not num_running or (num_free >= num_wanted and is_worth_it))
+
+    def _entering(self) -> list[_Prefill]:
+        """The prompts of the waiting requests that free slots take now. Prompts that continue after the same number of
+        tokens are neighbours, because they are computed together."""
         num_free = self._num_slots - self._batch.num_running
-        return [self._waiting.popleft() for _ in range(min(len(self._waiting), num_free))]
-
-    def _admit(self, entering: Sequence[int]) -> None:
-        """Prefill prompts, each prompt once, and sample the first token of each row."""
-        first = self._batch.num_running
         by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for index in entering:
-            by_prompt.setdefault(tuple(self._requests[index].token_ids), []).append(index)
-        prompts, groups = list(by_prompt), list(by_prompt.values())
+        for number in [self._waiting.popleft() for _ in range(min(len(self._waiting), num_free))]:
+            by_prompt.setdefault(tuple(self._requests[number][0].token_ids), []).append(number)
+        found = [_Prefill(self._num_kept(group[0]), prompt, group) for prompt, group in by_prompt.items()]
+        return sorted(found, key=lambda one: (one.start, len(one.prompt) if one.start else 0))
+
+    def _admit(self, prefills: Sequence[_Prefill]) -> None:
+        """Prefill prompts, each once and without the tokens that are kept, and sample the first token of each row."""
+        first, self._num_steps = self._batch.num_running, 0
+        starts, prompts, groups = zip(*prefills, strict=True)
         # First one request of each prompt, so that prefilled rows are adjacent; then the requests that share a prompt.
-        members = [(number, group[0]) for number, group in enumerate(groups)]
-        members += [(number, index) for number, group in enumerate(groups) for index in group[1:]]
-        numbers, order = zip(*members, strict=True)
-        limits = [_num_new(self._requests[index], self._sampling) for index in order]
-        lengths = [len(prompts[number]) for number in numbers]
-        slots = self._batch.enter(order, lengths, limits, [self._streams[index] for index in order])
-        micro_batches = _split_prompts(prompts, self._engine.max_num_batched_tokens)
+        members = [(place, group[0]) for place, group in enumerate(groups)]
+        members += [(place, number) for place, group in enumerate(groups) for number in group[1:]]
+        places, order = zip(*members, strict=True)
+        _, limits, streams = zip(*(self._requests[number] for number in order), strict=True)
+        lengths = [len(prompts[place]) for place in places]
+        slots = self._batch.enter(order, lengths, limits, streams)
+        for number, slot, start in zip(order, slots, starts, strict=False):
+            if start:
+                self._cache.copy(self._kept[self._conversation(number)].slot, slot, start)
+        micro_batches = _split_prompts(prompts, starts, self._engine.max_num_batched_tokens)
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in micro_batches])
         for row in range(len(prompts), len(order)):
-            self._cache.copy(slots[numbers[row]], slots[row], lengths[row])
-        self._sample(slice(first, first + len(order)), final[on_device(torch.tensor(numbers), final.device)])
+            self._cache.copy(slots[places[row]], slots[row], lengths[row])
+        self._sample(slice(first, first + len(order)), final[on_device(torch.tensor(places), final.device)])
+
+    def _conversation(self, number: int) -> int:
+        """The conversation of a request; -1 if it has none, which is never kept."""
+        conversation = self._requests[number][0].conversation
+        return -1 if conversation is None else conversation
+
+    def _num_kept(self, number: int) -> int:
+        """The number of tokens of a request that are kept from the turn before it. At least one token must be run."""
+        kept = self._kept.get(self._conversation(number))
+        if kept is None:
+            return 0
+        ids = np.asarray(self._requests[number][0].token_ids[:-1][: len(kept.token_ids)], dtype=np.int64)
+        differences = np.flatnonzero(ids != kept.token_ids[: len(ids)])
+        return int(differences[0]) if len(differences) else len(ids)
+
+    def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
+        """Keep what was computed for a conversation, which is all but its last token: in its own slot, in a free one,
+        or in that of the conversation that was kept first."""
+        conversation = self._conversation(number)
+        if conversation < 0 or not (self._free or self._kept):
+            return
+        if conversation in self._kept:
+            target = self._kept.pop(conversation).slot
+        else:
+            target = self._free.pop() if self._free else self._kept.pop(next(iter(self._kept))).slot
+        ids = np.concatenate([np.asarray(self._requests[number][0].token_ids, dtype=np.int64), tokens[:-1]])
+        self._cache.copy(slot, target, len(ids))
+        self._kept[conversation] = _Kept(target, ids)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], pieces: list[Piece], slots: Sequence[int]) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
@@ -303,6 +380,7 @@ class _Generation:
             how = self._sampling
             self._graphs.run((num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p), decode)
         self._batch.tick()
+        self._num_steps += 1
 
     def _sample(self, rows: slice, final: Tensor) -> None:
         logits = self._decoder.head(final)
@@ -347,16 +425,18 @@ def _num_new(request: Request, sampling: Sampling) -> int:
     return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
 
 
-def _split_prompts(prompts: Sequence[Sequence[int]], max_num_tokens: int) -> Iterator[list[Piece]]:
-    """Split prompts into micro-batches of at most `max_num_tokens` tokens, in order; `slot` is the prompt's index.
-    A prompt is divided only if it is longer than a micro-batch."""
+def _split_prompts(
+    prompts: Sequence[Sequence[int]], starts: Sequence[int], max_num_tokens: int
+) -> Iterator[list[Piece]]:
+    """Split prompts, each from its start on, into micro-batches of at most `max_num_tokens` tokens, in order; `slot` is
+    the prompt's index. A prompt is divided only if it is longer than a micro-batch."""
     pieces: list[Piece] = []
     room = max_num_tokens
-    for index, prompt in enumerate(prompts):
-        start = 0
+    for index, (prompt, first) in enumerate(zip(prompts, starts, strict=True)):
+        start = first
         while start < len(prompt):
             num_left = len(prompt) - start
-            if room == 0 or (pieces and start == 0 and room < num_left <= max_num_tokens):
+            if room == 0 or (pieces and start == first and room < num_left <= max_num_tokens):
                 yield pieces
                 pieces, room = [], max_num_tokens
             count = min(room, num_left)

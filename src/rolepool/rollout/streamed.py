@@ -3,21 +3,24 @@
 Does not know how an engine generates.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from rolepool.errors import RolepoolError
-from rolepool.rollout.engine import Completion, Engine
-from rolepool.rollout.tensor_parallel import WeightStream
+from rolepool.rollout.engine import ABILITIES, Completion, Engine
+from rolepool.rollout.tensor_parallel import Shard, WeightStream
 
 
 class StreamedEngine(Engine):
     """New weights are copied into `model` as they arrive."""
 
+    abilities: Collection[str] = frozenset(ABILITIES)
     shared_weights = False
+    shard: Shard | None = None
+    """The part of the model that this rank has; None is all of it."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.version = model, 0
@@ -35,8 +38,8 @@ class StreamedEngine(Engine):
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if not self.shared_weights:
-            stream = self._arriving or WeightStream(self.model, None)
-            self._arriving = WeightStream(self.model, None)  # if copying fails, the next update starts again
+            stream = self._arriving or WeightStream(self.model, self.shard)
+            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
             stream.take(named_tensors)
             if version is not None:
                 stream.end()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.errors import ConfigError
 from rolepool.protocol.worker import WorkerContext, part
-from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
+from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.sampling import choose, seed_streams
 from rolepool.rollout.streamed import StreamedEngine
 
@@ -37,8 +37,6 @@ def transformers_engine(
 
 class TransformersEngine(StreamedEngine):
     """Generates with `model`, a causal language model of transformers, at most `max_num_seqs` sequences at a time."""
-
-    abilities = frozenset(ABILITIES)
 
     def __init__(self, model: Any, max_num_seqs: int, shared_weights: bool = False) -> None:
         super().__init__(model.eval())
