@@ -73,7 +73,9 @@ class PlanSummary:
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
         lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
-        lines += [Text(f"rollout engine not possible: {reason}") for reason in self.engines.values() if reason]
+        if reasons := [reason for reason in self.engines.values() if reason is not None]:
+            able = ", ".join(name for name, reason in self.engines.items() if reason is None) or "none"
+            lines.append(Text.assemble(("rollout engines for this model: ", "bold"), "; ".join([able, *reasons])))
         lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
         for line in lines:
             is_long = len(line) > console.width
