@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
 from torch import Tensor
 
-from engine_contract import check_weight_updates
-from rolepool.rollout import Completion, Request, sample_seed
+from engine_contract import check_weight_updates, in_turns
+from rolepool.rollout import Request, sample_seed
 from rolepool.rollout.decoder import Decoder, join_weights
 from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
 from rolepool.rollout.native import bucket_of
@@ -180,20 +179,7 @@ def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
 def test_turns_that_join_a_session_at_any_time_say_what_one_call_says(name: str, max_num_seqs: int) -> None:
     """With 2 and 4 rows the cache keeps fewer conversations than there are; one of them changes its earlier tokens."""
     model, first = make_model(name), make_requests(max_new=(9, 1, 5, 14))
-    engine, numbers = make_engine(model, max_num_seqs=max_num_seqs), random.Random(1)
-    first = [dataclasses.replace(request, conversation=index) for index, request in enumerate(first)]
-    asked: dict[int, Request] = {}
-    ended: dict[int, Completion] = {}
-    with engine.session(SAMPLED, max_num_seqs, 128) as session:
-        asked.update(zip(session.submit(first), first, strict=True))
-        while len(ended) < 3 * len(first):
-            for number, completion in session.step():
-                ended[number], request = completion, asked[number]
-                if len([one for one in asked.values() if one.conversation == request.conversation]) < 3:
-                    ids = [*request.token_ids, *completion.token_ids.tolist(), *numbers.choices(range(90), k=4)]
-                    ids[0] = 96 if request.conversation == 3 else ids[0]
-                    turn = dataclasses.replace(request, token_ids=ids, seed=request.seed + 1)
-                    asked.update(zip(session.submit([turn]), [turn], strict=True))
-    requests = list(asked.values())
+    engine = make_engine(model, max_num_seqs=max_num_seqs)
+    requests, completions = in_turns(engine, first, SAMPLED, max_num_seqs)
     expected = make_engine(model).generate(requests, SAMPLED)
-    assert_same_completions(model, requests, SAMPLED, [ended[number] for number in asked], expected)
+    assert_same_completions(model, requests, SAMPLED, completions, expected)
