@@ -62,7 +62,8 @@ def check_engine(engine: Engine, model: nn.Module, requests: Sequence[Request]) 
         assert_same_completions(model, requests, sampled, engine.generate(requests[::-1], sampled)[::-1], together)
 
         # Turns that join a session say what one call says.
-        turns, said = in_turns(engine, requests, sampled, len(requests))
+        short = [dataclasses.replace(one, token_ids=one.token_ids[:9], max_new_tokens=6) for one in requests]
+        turns, said = in_turns(engine, short, sampled, len(short))
         assert_same_completions(model, turns, sampled, said, engine.generate(turns, sampled))
 
     # An engine that sleeps does not generate, and generates the same when it wakes up.
@@ -104,8 +105,8 @@ def in_turns(
             for number, completion in session.step():
                 ended[number], request = completion, asked[number]
                 if len([one for one in asked.values() if one.conversation == request.conversation]) < 3:
-                    ids = [*request.token_ids, *completion.token_ids.tolist(), *numbers.choices(range(90), k=4)]
-                    ids[0] = 96 if request.conversation == 3 else ids[0]
+                    ids = [*request.token_ids, *completion.token_ids.tolist(), *numbers.choices(range(16), k=4)]
+                    ids[0] = (ids[0] + 1) % 16 if request.conversation == 3 else ids[0]
                     turn = dataclasses.replace(request, token_ids=ids, seed=request.seed + 1)
                     asked.update(zip(session.submit([turn]), [turn], strict=True))
     return list(asked.values()), [ended[number] for number in asked]
