@@ -414,8 +414,8 @@ class NoHelp:
         ([f"{HERE}.multi_turn.enable=false"], "set both"),
         ([f"{HERE}.tensor_model_parallel_size=2"], "needs 1"),
         ([f"{HERE}.multi_turn.format=yaml"], "must be one of hermes"),
-        (["environment.name=absent"], "cannot be imported"),
-        (["environment.name=prompts"], "neither an async function"),
+        (["environment.name=absent"], "there is no such environment in "),
+        (["environment.name=prompts"], "it must name an async function"),
         (["environment.name=NoHelp"], "the tool tool cannot be described"),
     ],
 )

@@ -6,8 +6,10 @@ answers with it. It earns 0.2 for a question, 0.3 more for the right one, and 0.
 
 from typing import Any
 
-from rolepool.data.demo import LETTERS
 from rolepool.seeds import derive_seed
+
+LETTERS = "abcdefgh"
+"""The words of the demo's prompts and answers."""
 
 
 def parse_question(text: str) -> list[tuple[str, dict[str, str]]]:

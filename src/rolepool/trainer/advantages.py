@@ -168,12 +168,8 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         values = tensors["values"]
         columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
-    if "rollout_log_probs" in scored.batch:  # the probabilities of sampled tokens, as rollout and actor compute them
-        of_tokens = (pad_ragged(scored.batch[f"{key}_log_probs"])[mask] for key in ("rollout", "old"))
-        rollout, actor = (log_probs.double().exp() for log_probs in of_tokens)
-        apart = (rollout - actor).abs()
-        for name, value in {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}.items():
-            metrics[f"training/rollout_probs_diff_{name}"] = float(value)
+    if "rollout_log_probs" in scored.batch:
+        metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
@@ -181,6 +177,15 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     for name, numbers in reward_numbers(estimated.scored).items():
         metrics[f"{name}/mean"] = float(np.nanmean(numbers))
     return metrics
+
+
+def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
+    """How far apart the probabilities of sampled tokens are that rollout and actor compute."""
+    of_tokens = (pad_ragged(scored.batch[f"{key}_log_probs"])[mask] for key in ("rollout", "old"))
+    rollout, actor = (log_probs.double().exp() for log_probs in of_tokens)
+    apart = (rollout - actor).abs()
+    found = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
+    return {f"training/rollout_probs_diff_{name}": float(value) for name, value in found.items()}
 
 
 def reward_numbers(scored: DataProto) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_demo import RECIPES, start
 from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys
 
 from rolepool.config import load_config
@@ -19,6 +20,7 @@ TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
+NEEDS_VLLM = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
 STALE_ENGINE = """
 from rolepool.rollout.transformers_engine import TransformersEngine
 
@@ -75,7 +77,7 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+@NEEDS_VLLM
 @pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["one pool", "two pools"])
 def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
     """The demo's model has heads of 32 numbers, which vLLM needs."""
@@ -85,6 +87,18 @@ def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: li
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 3
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+def test_the_demo_learns_under_another_engine(engine: str, demo: Demo, tmp_path: Path) -> None:
+    words = [f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    run = start(demo, str(RECIPES / "demo_split.yaml"), *words, f"trainer.default_local_dir={tmp_path}")
+    output, _ = run.communicate(timeout=900)
+    assert run.returncode == 0, output
+    held_out = [value for row in rows_of(tmp_path) for name, value in row.items() if name.startswith("val-core/")]
+    assert held_out[0] < 0.3 and held_out[-1] > 0.9
 
 
 def test_an_engine_that_keeps_old_weights_stops_the_run(
