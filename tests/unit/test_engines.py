@@ -60,7 +60,8 @@ def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tie
     arguments = {"model": folder, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
     engine = VllmEngine(str(VLLM_PYTHON), arguments, make_model(model_type, **sizes))
     try:
-        check_engine(engine, make_model(model_type, **sizes), make_requests())
+        # Its kernels for CPUs round more: 2.5e-4 was seen with temperature 0.7, top-k and top-p.
+        check_engine(engine, make_model(model_type, **sizes), make_requests(), tolerance=5e-4)
     finally:
         engine.close()
     assert engine._process.returncode == 0, "it ends by itself"
