@@ -101,17 +101,14 @@ class RuleReward(Worker):
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function returns. Rows that the
         environment has scored keep its score."""
-        if ENVIRONMENT_SCORE in data.batch:
-            scored = [rewards.Scored(score, {}) for score in data.batch[ENVIRONMENT_SCORE].tolist()]
-            left = [row for row, one in enumerate(scored) if math.isnan(one.score)]
-            for row, one in zip(left, self._score(data[left]) if left else (), strict=True):
-                scored[row] = one
-        else:
-            scored = self._score(data)
+        given = data.batch[ENVIRONMENT_SCORE].tolist() if ENVIRONMENT_SCORE in data.batch else [math.nan] * len(data)
+        left = [row for row, score in enumerate(given) if math.isnan(score)]
+        others = iter(self._score(data[left]) if left else ())
+        scored = [next(others) if math.isnan(score) else rewards.Scored(score, {}) for score in given]
         scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
         # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        others = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
-        return DataProto.from_dict({"scores": scores}, non_tensors=others)
+        columns = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
+        return DataProto.from_dict({"scores": scores}, non_tensors=columns)
 
     def _score(self, data: DataProto) -> list[rewards.Scored]:
         """What the function returns for each response, with the penalty for overlong responses."""

@@ -6,26 +6,20 @@ user's.
 """
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
-from rolepool.protocol import DataProto, Dispatch, ragged, register
-from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS
+from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import ABILITIES, Completion, Engine, Request, Sampling, sample_seed
-from rolepool.rollout.environments import ROW_COLUMNS, columns_of, conversations_of, rows_of
+from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.environments import ROW_COLUMNS, columns_of, conversations_of, rows_of, token_columns
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +61,9 @@ class Rollout(ModelRole):
         requests = [Request(list(ids), seed) for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)]
         self.engine.wake()
         if self.conversations is None:
-            made = _columns_of(requests, self.engine.generate(requests, sampling))
+            done = self.engine.generate(requests, sampling)
+            numbers = [(one.token_ids, one.log_probs, one.weights_version) for one in done]
+            made = token_columns([request.token_ids for request in requests], *zip(*numbers, strict=True))
         else:
             made = columns_of(self.conversations.run(self.engine, sampling, rows_of(prompts), seeds))
         if self.keys.free_cache_engine:
@@ -111,19 +107,3 @@ class Rollout(ModelRole):
     def end_of_weights(self, version: int) -> None:
         """All weights have been taken. The engine drops what it computed with the old ones."""
         self.engine.update_weights((), version)
-
-
-def _columns_of(requests: Sequence[Request], completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """Prompt and response of each row as one ragged column, the number of tokens of each, and what the engine said."""
-    prompts = [np.asarray(request.token_ids, dtype=np.int64) for request in requests]
-    responses = [completion.token_ids for completion in completions]
-    num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
-    tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
-    log_probs = np.concatenate([completion.log_probs for completion in completions])
-    return {
-        INPUT_IDS: ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response),
-        NUM_PROMPT_TOKENS: num_prompt,
-        "num_response_tokens": num_response,
-        "weights_version": torch.tensor([completion.weights_version for completion in completions]),
-        "rollout_log_probs": ragged(torch.from_numpy(log_probs), num_response),
-    }

@@ -358,22 +358,36 @@ def rows_of(prompts: DataProto) -> list[Row]:
 
 def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     """Trajectories as columns of a batch: tokens, which of them were sampled, scores and counts."""
-    names = ("num_turns", "num_tool_calls", "num_tool_errors", "weights_version", "num_kept")
-    counts = {name: torch.tensor([getattr(one, name) for one in trajectories]) for name in names}
-    num_prompt, num_response = torch.tensor([len(one.prompt_ids) for one in trajectories]), counts.pop("num_kept")
-    ids = [token for one in trajectories for token in (*one.prompt_ids, *one.token_ids[: one.num_kept])]
-    log_probs = torch.tensor([value for one in trajectories for value in one.log_probs[: one.num_kept]])
+    tokens = [one.token_ids[: one.num_kept] for one in trajectories]
+    log_probs = [np.array(one.log_probs[: one.num_kept], dtype=np.float32) for one in trajectories]
+    versions = [one.weights_version for one in trajectories]
+    columns = token_columns([one.prompt_ids for one in trajectories], tokens, log_probs, versions)
+    num_response, of_tokens = columns["num_response_tokens"], torch.from_numpy(np.concatenate(log_probs))
     scores = [torch.zeros(one.num_kept) for one in trajectories]
-    for one, of_tokens in zip(trajectories, scores, strict=True):
-        of_tokens[torch.tensor(one.turn_ends, dtype=torch.int64) - 1] = torch.tensor(one.turn_scores())
+    for one, of_turns in zip(trajectories, scores, strict=True):
+        of_turns[torch.tensor(one.turn_ends, dtype=torch.int64) - 1] = torch.tensor(one.turn_scores())
     given = [math.nan if one.reward is None else sum(one.turn_scores()) for one in trajectories]
+    counts = ("num_turns", "num_tool_calls", "num_tool_errors")
     return {
-        INPUT_IDS: ragged(torch.tensor(ids), num_prompt + num_response),
-        NUM_PROMPT_TOKENS: num_prompt,
-        "num_response_tokens": num_response,
-        RESPONSE_MASK: ragged(~log_probs.isnan(), num_response),
+        **columns,
+        "rollout_log_probs": ragged(of_tokens.nan_to_num(), num_response),
+        RESPONSE_MASK: ragged(~of_tokens.isnan(), num_response),
         TURN_SCORES: ragged(torch.cat(scores), num_response),
         ENVIRONMENT_SCORE: torch.tensor(given),
-        "rollout_log_probs": ragged(log_probs.nan_to_num(), num_response),
-        **counts,
+        **{name: torch.tensor([getattr(one, name) for one in trajectories]) for name in counts},
+    }
+
+
+def token_columns(
+    prompts: Sequence[Any], responses: Sequence[Any], log_probs: Sequence[Any], versions: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Prompt and response of each row as one ragged column, the number of tokens of each, and what the engine said."""
+    num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
+    tokens = [np.asarray(half, dtype=np.int64) for row in zip(prompts, responses, strict=True) for half in row]
+    return {
+        INPUT_IDS: ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response),
+        NUM_PROMPT_TOKENS: num_prompt,
+        "num_response_tokens": num_response,
+        "rollout_log_probs": ragged(torch.from_numpy(np.concatenate(log_probs)), num_response),
+        "weights_version": torch.tensor(versions),
     }
