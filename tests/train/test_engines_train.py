@@ -94,6 +94,8 @@ def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: li
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_the_demo_learns_under_another_engine(engine: str, demo: Demo, tmp_path: Path) -> None:
     words = [f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    page = (RECIPES.parent / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"rolepool train recipes/demo_split.yaml {words[0]}\n" in page
     run = start(demo, str(RECIPES / "demo_split.yaml"), *words, f"trainer.default_local_dir={tmp_path}")
     output, _ = run.communicate(timeout=900)
     assert run.returncode == 0, output
