@@ -65,6 +65,12 @@ class Trajectory:
         if log_probs is not None:
             self.turn_ends.append(len(self.token_ids))
 
+    def count(self, outcome: Outcome) -> Outcome:
+        """Count a tool call."""
+        self.num_tool_calls += 1
+        self.num_tool_errors += outcome.error is not None
+        return outcome
+
     @property
     def num_turns(self) -> int:
         return len(self.turn_ends)
@@ -114,15 +120,7 @@ class Generate:
     async def run(self, trajectory: Trajectory, function: Callable[..., Any], *arguments: Any) -> Outcome:
         """Call a function of a module in a process of its own, within the limits of the section `environment`. An error
         is returned, not raised, and counted."""
-        process = await self.queue.idle_processes.get()
-        try:
-            outcome: Outcome = await process.call(function, *arguments)
-        finally:
-            self.queue.idle_processes.put_nowait(process)
-        trajectory.num_tool_calls += 1
-        trajectory.num_tool_errors += outcome.error is not None
-        self.queue.errors.extend([] if outcome.error is None else [outcome.error])
-        return outcome
+        return trajectory.count(await self.queue.run(function, *arguments))
 
     def text_of(self, completion: Completion) -> str:
         """The text of a turn, without the token that ended it."""
@@ -153,26 +151,28 @@ class ToolLoop:
 
     async def __call__(self, row: Row, generate: Generate) -> Trajectory:
         trajectory, keys = Trajectory(list(row["prompt_ids"])), self._keys
-        instance = _Instance(self._class, trajectory, generate)
+        instance = _Instance(self._class, generate.queue)
         columns = {name: row[name] for name in ("prompt", "data_source", "ground_truth", "extra_info")}
-        observation = await instance.call(tools.RESET, {**row["extra_info"], **columns})
-        if isinstance(observation.value, str):
-            trajectory.prompt_ids = self._prompt_ids(row, observation.value, generate.tokenizer)
-        num_answers, is_ready = 0, observation.error is None
+        outcome = await instance.call(tools.RESET, {**row["extra_info"], **columns})
+        if isinstance(outcome.value, str):
+            trajectory.prompt_ids = self._prompt_ids(row, outcome.value, generate.tokenizer)
+        num_answers, is_ready = 0, outcome.error is None
         while True:
             text = generate.text_of(await generate(trajectory, keys.max_turn_tokens))
             is_last = trajectory.num_turns == keys.max_assistant_turns or num_answers == keys.max_user_turns
             if is_last or not is_ready or not generate.has_room(trajectory):
                 break
-            messages = [self._message(name, outcome) for name, outcome in await self._call_tools(text, instance)]
+            called = await self._call_tools(text, instance)
+            messages = [self._message(name, trajectory.count(one)) for name, one in called]
             if not messages:
                 break
             num_answers += 1
             trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], self._options))
         if self._reward_arguments is not None:
-            arguments = dict.fromkeys(self._reward_arguments, text)
-            scored = await instance.call(tools.GET_REWARD, arguments) if is_ready else observation
-            trajectory.reward = scored.value if scored.error is None else 0.0
+            if is_ready:
+                outcome = await instance.call(tools.GET_REWARD, dict.fromkeys(self._reward_arguments, text))
+            trajectory.reward = outcome.value if outcome.error is None else 0.0
+        trajectory.num_tool_errors += outcome.error is not None
         return trajectory
 
     def _prompt_ids(self, row: Row, observation: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -189,10 +189,10 @@ class ToolLoop:
         try:
             calls = list(self._parse(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return [("", instance.refuse(f"the tool call cannot be read: {one_line(error)}"))]
-        unknown = f"there is no such tool; the tools are {', '.join(self._tools)}"
+            return [("", Outcome(error=f"the tool call cannot be read: {one_line(error)}"))]
+        unknown = Outcome(error=f"there is no such tool; the tools are {', '.join(self._tools)}")
         return [
-            (name, await instance.call(name, arguments) if name in self._tools else instance.refuse(unknown))
+            (name, await instance.call(name, arguments) if name in self._tools else unknown)
             for name, arguments in calls
         ]
 
@@ -209,26 +209,16 @@ class _Instance:
     """An instance of the user's class, whose methods run in tool processes."""
 
     environment: type
-    trajectory: Trajectory
-    generate: Generate
+    queue: "_Queue"
     state: bytes | None = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
-        """Call a method. If it fails, the instance is as it was before. Only tools count as tool calls."""
-        outcome = await self.generate.run(
-            self.trajectory, tools.call_method, self.environment, self.state, name, arguments
-        )
-        self.trajectory.num_tool_calls -= name in (tools.RESET, tools.GET_REWARD)
+        """Call a method. If it fails, the instance is as it was before."""
+        outcome = await self.queue.run(tools.call_method, self.environment, self.state, name, arguments)
         if outcome.error is None:
             value, self.state = outcome.value
             return Outcome(value)
         return outcome
-
-    def refuse(self, reason: str) -> Outcome:
-        """The outcome of a call that cannot be made."""
-        self.trajectory.num_tool_calls += 1
-        self.trajectory.num_tool_errors += 1
-        return Outcome(error=reason)
 
 
 def added_tokens(
@@ -260,15 +250,25 @@ class _Queue:
         self._changed = asyncio.Event()
         self.errors: list[str] = []
         """The errors of tools."""
-        self.idle_processes: asyncio.LifoQueue[tools.ToolProcess] = asyncio.LifoQueue()
+        self._idle_processes: asyncio.LifoQueue[tools.ToolProcess] = asyncio.LifoQueue()
         for process in processes:
-            self.idle_processes.put_nowait(process)
+            self._idle_processes.put_nowait(process)
 
     async def generate(self, request: Request) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._changed.set()
         return await future
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
+        """Call a function in the next process that is idle."""
+        process = await self._idle_processes.get()
+        try:
+            outcome = await process.call(function, *arguments)
+        finally:
+            self._idle_processes.put_nowait(process)
+        self.errors.extend([] if outcome.error is None else [outcome.error])
+        return outcome
 
     async def serve(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Run the engine until all tasks have ended. They run between its steps."""
