@@ -282,7 +282,9 @@ class _Queue:
                 self._running.update(zip(self._session.submit(requests), futures, strict=True))
             if self._running:
                 for number, completion in self._session.step():
-                    self._running.pop(number).set_result(completion)
+                    future = self._running.pop(number)
+                    if not future.cancelled():  # a rollout function may stop waiting
+                        future.set_result(completion)
             else:
                 self._changed.clear()
                 await self._changed.wait()
