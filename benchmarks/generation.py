@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch starts its threads
+os.environ["OMP_NUM_THREADS"] = "1"  # vLLM's process reads it
 
 import argparse
 import copy
