@@ -13,6 +13,7 @@ from train_helpers import ONE_RANK, SPLIT, rows_of, small_keys
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.errors import WorkerError
+from rolepool.report.run import read_run
 from rolepool.trainer.loop import Trainer
 from tiny_models import write_model
 
@@ -65,6 +66,12 @@ def test_a_model_that_only_transformers_can_generate_with_is_trained(
     assert rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"], "the policy has changed"
 
 
+def num_decoded(folder: Path) -> int:
+    """The tokens of all recorded decode steps."""
+    spans = [one.span for one in read_run(folder).spans]
+    return sum(part.num_tokens for span in spans for part in span.parts if part.name == "decode")
+
+
 @pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["shared weights", "two pools"])
 def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
     more = [*keys, "trainer.total_training_steps=2", *NO_VALIDATION]
@@ -74,6 +81,8 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
     for one, other in zip(native, transformers, strict=True):
         assert one["critic/score/mean"] == other["critic/score/mean"]
         assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-4)
+    decoded = [num_decoded(tmp_path / name) for name in ("native", "transformers")]
+    assert decoded[0] == decoded[1] > 0, "predictions need the recorded work"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError
-from rolepool.protocol.worker import WorkerContext, part
+from rolepool.protocol.worker import WorkerContext, part, work_of
 from rolepool.rollout.engine import Completion, Request, Sampling
 from rolepool.rollout.sampling import choose, seed_streams
 from rolepool.rollout.streamed import StreamedEngine
@@ -47,7 +47,7 @@ class TransformersEngine(StreamedEngine):
         self.raise_if_not_ready()
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids))
         found: dict[int, Completion] = {}
-        with torch.inference_mode(), part("decode"):
+        with torch.inference_mode():
             for start in range(0, len(order), self.max_num_seqs):
                 rows = order[start : start + self.max_num_seqs]
                 found.update(zip(rows, self._respond([requests[row] for row in rows], sampling), strict=True))
@@ -62,9 +62,11 @@ class TransformersEngine(StreamedEngine):
         log_probs_bn, num_new_b = torch.zeros_like(tokens_bn, dtype=torch.float32), torch.zeros_like(limits_b)
         inputs, rows = _left_padded(requests, device), torch.arange(len(requests), device=device)
         cache, is_running = None, torch.ones_like(rows, dtype=torch.bool)
+        work = ("prefill", *work_of(len(request.token_ids) for request in requests))
         for step in range(tokens_bn.shape[1]):
-            logits_bv, cache = self._forward(inputs, cache)
-            token_b, log_prob_b = choose(logits_bv, streams_b[rows], torch.full_like(rows, step), sampling)
+            with part(*work):
+                logits_bv, cache = self._forward(inputs, cache)
+                token_b, log_prob_b = choose(logits_bv, streams_b[rows], torch.full_like(rows, step), sampling)
             running = rows[is_running]
             tokens_bn[running, step], log_probs_bn[running, step] = token_b[is_running], log_prob_b[is_running]
             num_new_b[running] += 1
@@ -73,6 +75,7 @@ class TransformersEngine(StreamedEngine):
             if not num_running:
                 break
             inputs = _next_inputs(inputs, token_b)
+            work = ("decode", num_running, num_running * inputs["attention_mask"].shape[1])
             if 2 * num_running <= len(rows) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
                 cache.batch_select_indices(is_running)
                 inputs = {name: tensor[is_running] for name, tensor in inputs.items()}

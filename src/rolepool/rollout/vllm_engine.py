@@ -20,7 +20,7 @@ from torch import nn
 
 from rolepool.config import Config
 from rolepool.errors import RolepoolError
-from rolepool.protocol.worker import WorkerContext, part
+from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
 from rolepool.rollout.streamed import StreamedEngine
 
@@ -85,8 +85,7 @@ class VllmEngine(StreamedEngine):
         pairs = zip(requests, limits, strict=True)
         settings = [{**how, "seed": request.seed, "max_tokens": limit} for request, limit in pairs]
         prompts = [list(map(int, request.token_ids)) for request in requests]
-        with part("decode"):
-            answers = self._ask("generate", prompts, settings)
+        answers = self._ask("generate", prompts, settings)
         return [self.completion(tokens, log_probs, stops) for tokens, log_probs in answers]
 
     def have_arrived(self) -> None:
