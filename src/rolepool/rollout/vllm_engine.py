@@ -81,9 +81,8 @@ class VllmEngine(StreamedEngine):
         how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": stops}
         if not sampling.is_greedy:
             how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        limits = [request.max_new_tokens or sampling.max_new_tokens for request in requests]
-        pairs = zip(requests, limits, strict=True)
-        settings = [{**how, "seed": request.seed, "max_tokens": limit} for request, limit in pairs]
+        limit = sampling.max_new_tokens
+        settings = [{**how, "seed": one.seed, "max_tokens": one.max_new_tokens or limit} for one in requests]
         prompts = [list(map(int, request.token_ids)) for request in requests]
         answers = self._ask("generate", prompts, settings)
         return [self.completion(tokens, log_probs, stops) for tokens, log_probs in answers]
