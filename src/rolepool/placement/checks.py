@@ -11,18 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rolepool.config import Config, show
+from rolepool.config import Config, model_files, show
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, OTHER_ENGINES, import_environment, import_object
-from rolepool.config.model_files import (
-    PACKABLE_TYPES,
-    ShapeUnknown,
-    num_positions,
-    read_model_file,
-    read_shape,
-    why_not_parallel,
-    why_not_run,
-)
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
@@ -132,7 +123,7 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
     for path, role in reversed(by_path.items()):
         spec = ROLE_SPECS[role]
         with suppress(ValueError, TypeError):  # models that are not on disk yet, or that have no limit
-            limit = num_positions(read_model_file(*model_of(config, role)))
+            limit = model_files.num_positions(model_files.read_model_file(*model_of(config, role)))
             if longest_row(config, role) > limit:
                 fix = f", or set {spec.max_length}={limit}" if spec.max_length is not None else ""
                 tokens = f"with data.max_response_length={response} a sequence may have {prompt + response} tokens"
@@ -156,17 +147,17 @@ def _engine(config: Config) -> Iterator[str]:
     if reason is not None or keys.engine != "native":
         return
     with suppress(ValueError):  # models that are not on disk yet
-        shape = read_shape(model.path, model.override_config)
+        shape = model_files.read_shape(model.path, model.override_config)
         counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
-        if (problem := why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
+        if (problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
             yield problem
 
 
 def engines_of(config: Config) -> dict[str, str | None]:
     """For each rollout engine, why it cannot run the policy, or None if it can. Empty if the model is not on disk."""
-    with suppress(ShapeUnknown):
-        content = read_model_file(*model_of(config, Role.Rollout))
-        return {name: why_not_run(name, content) for name in ENGINES}
+    with suppress(model_files.ShapeUnknown):
+        content = model_files.read_model_file(*model_of(config, Role.Rollout))
+        return {name: model_files.why_not_run(name, content) for name in ENGINES}
     return {}
 
 
@@ -185,9 +176,9 @@ def _packing(config: Config, plan: Plan) -> Iterator[str]:
         spec = ROLE_SPECS[role]
         key = f"{spec.model}.use_remove_padding"
         if spec.can_pack and spec.batched and config.at(key):
-            with suppress(ShapeUnknown):  # models that are not on disk yet
-                name = read_model_file(*model_of(config, role)).get("model_type")
-                if name is not None and name not in PACKABLE_TYPES:
+            with suppress(model_files.ShapeUnknown):  # models that are not on disk yet
+                name = model_files.read_model_file(*model_of(config, role)).get("model_type")
+                if name is not None and name not in model_files.PACKABLE_TYPES:
                     yield f"{key}=true: models of type {name} cannot compute packed rows here; set {key}=false"
 
 

@@ -93,11 +93,7 @@ class RuleReward(Worker):
         self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        blocking=False,
-        reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each response, and the other numbers and the answer that the function returns. Rows that the
         environment has scored keep its score."""
