@@ -16,6 +16,7 @@ from rolepool.data.demo import Demo
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 KEYS = [f"{TURNS}.enable=true", f"{TURNS}.max_turn_tokens=2", "data.max_response_length=8"]
+KEYS += ["actor_rollout_ref.rollout.parity_check=true"]  # of sampled tokens only
 
 
 def trained_rows(demo: Demo, folder: Path, *overrides: str) -> list[dict[str, Any]]:
