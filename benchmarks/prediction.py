@@ -5,19 +5,20 @@
     python benchmarks/prediction.py --two-cores     CPU slots, one or two processes; for 2 cores
     python benchmarks/prediction.py --tiny          a few cases at a tiny shape, to try the script out
     python benchmarks/prediction.py --only 2,5      some of the cases, by number
+    python benchmarks/prediction.py --runs FOLDER   keeps the runs there, and does not repeat those that it has
 
 The cases are listed in this file, and all of them are predicted before the first of them runs. Two profile runs are
-recorded on CPU slots: the first one moves between placements. On a GPU there are two for each shape: one pool, and two
-pools that share the GPU without MPS. Prints predicted and measured step time (the median of the steps after the first
-two) and the error of each case, the median and the worst error (goals: 10% and 20%), and how much slower the placement
-that the planner prefers for the same work is than the best measured one (goal: 5%).
+recorded on CPU slots: the first one moves between placements. On a GPU there are two for the small shape, one pool and
+two pools that share the GPU without MPS, and one for the large shape. Prints predicted and measured step time (the
+median of the steps after the first two) and the error of each case, the median and the worst error (goals: 10% and
+20%), and how much slower the placement that the planner prefers for the same work is than the best measured one
+(goal: 5%).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from moves import Mover
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rolepool.config import load_config
+from rolepool.config.fitting import num_cores
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Predictor
@@ -83,14 +85,14 @@ class Case:
 LONG, SHORT = "data.max_response_length=64", "data.max_response_length=16"
 LARGE = "data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=48"
 CPU_PROFILES = (
-    Case(STANDARD.format(2), (STANDARD.format(8), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT))),
+    Case(STANDARD.format(1), (STANDARD.format(12), POOLS.format(8, "{a:[4],r:[2],c:[2]}", OWN_ROLLOUT))),
     Case(f"{STANDARD.format(4)} {LARGE} {SHORT}"),
 )
 CPU_CASES = (
-    Case(STANDARD.format(1)),
+    Case(STANDARD.format(2)),
     Case(STANDARD.format(4)),
     Case(STANDARD.format(6)),
-    Case(STANDARD.format(12)),
+    Case(STANDARD.format(8)),
     Case(SPLIT.format(1, 2)),
     Case(SPLIT.format(2, 4)),
     Case(SPLIT.format(3, 4)),
@@ -110,15 +112,19 @@ CPU_CASES = (
     Case(f"{SPLIT.format(6, 12)} actor_rollout_ref.actor.ppo_epochs=2"),
 )
 SMALL = "data.train_batch_size=128"
+LARGE_SHAPE = "placement.strategy=standard trainer.snapshot_freq=-1"  # whose first snapshots would take a minute
 GPU_PROFILES = (
     Case("placement.strategy=standard", shape="qwen2.5-0.5b"),
     Case(f"{SHARED} {SMALL}", shape="qwen2.5-0.5b"),
+    Case(f"{LARGE_SHAPE} {SMALL}", shape="qwen2.5-1.5b"),
 )
 GPU_CASES = (
     Case("placement.strategy=standard trainer.snapshot_freq=-1", shape="qwen2.5-0.5b"),
     Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-0.5b"),
     Case(SHARED, shape="qwen2.5-0.5b"),
     Case(f"{SHARED} placement.mps=true", shape="qwen2.5-0.5b"),
+    Case(f"{LARGE_SHAPE} data.train_batch_size=64", shape="qwen2.5-1.5b"),
+    Case(LARGE_SHAPE, shape="qwen2.5-1.5b"),
 )
 TWO_PROFILES = (Case(STANDARD.format(2), (STANDARD.format(1),)), Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"))
 TWO_CASES = (
@@ -135,22 +141,25 @@ TINY_CASES = (Case(STANDARD.format(1)), Case(SPLIT.format(1, 2)), Case(f"{STANDA
 
 
 def make_models(folder: Path, shape: str) -> list[str]:
-    """Model, reward model and prompts; the words that name them."""
-    source = folder / "shape" if not shape else ROOT / "recipes" / "shapes" / shape
+    """Make model, reward model and prompts, unless they are there. Returns the words that name them."""
+    data = folder / f"data{shape}"
+    words = [f"actor_rollout_ref.model.path={data / 'model'}", f"data.train_files={data / 'train.jsonl'}"]
+    if not shape:
+        words.append(f"reward_model.model.path={data / 'reward'}")
+    if data.exists():
+        return words
+    source = ROOT / "recipes" / "shapes" / shape if shape else folder / "shape"
     if not shape:
         source.mkdir(parents=True, exist_ok=True)
         (source / "config.json").write_text(json.dumps(CPU_SHAPE))
-    data = folder / f"data{shape}"
-    size = ["--num-prompts", "2048", "--prompt-tokens", "16" if not shape else "128"]
+    size = ["--num-prompts", "2048", "--prompt-tokens", "128" if shape else "16"]
     script = [sys.executable, str(ROOT / "scripts" / "make_shape_model.py"), str(source), str(data), *size]
     subprocess.run(script, check=True, capture_output=True)
-    words = [f"actor_rollout_ref.model.path={data / 'model'}", f"data.train_files={data / 'train.jsonl'}"]
     if not shape:
         config = AutoConfig.from_pretrained(data / "model", num_labels=1)
         AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(data / "reward")
         (data / "reward" / "tokenizer.json").write_bytes((data / "model" / "tokenizer.json").read_bytes())
         (data / "reward" / "tokenizer_config.json").write_bytes((data / "model" / "tokenizer_config.json").read_bytes())
-        words.append(f"reward_model.model.path={data / 'reward'}")
     return words
 
 
@@ -159,7 +168,9 @@ def keys_of(case: Case, models: dict[str, list[str]], *, on_gpu: bool) -> list[s
 
 
 def train(case: Case, keys: list[str], folder: Path, num_steps: int) -> float:
-    """Train so many steps with each placement. Returns the seconds that it took."""
+    """Train so many steps with each placement, unless the folder has such a run. Returns the seconds that it took."""
+    if folder.exists():
+        return 0.0
     start_s = time.monotonic()
     total = [] if case.moves else [f"trainer.total_training_steps={num_steps}"]
     trainer = Trainer(load_config([], [*keys, *total, f"trainer.default_local_dir={folder}"]))
@@ -188,22 +199,25 @@ def main() -> int:
         profiles, cases = TWO_PROFILES, TWO_CASES
     if options.tiny:
         profiles, cases = (Case(STANDARD.format(2)),), TINY_CASES
+    all_cases = cases
     if options.only:
         cases = tuple(cases[int(number) - 1] for number in options.only.split(","))
     home = options.runs or Path(tempfile.mkdtemp(prefix="prediction_"))
     home.mkdir(parents=True, exist_ok=True)
     gpus = {"num_gpus": 1} if options.gpu else {}
     ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR", log_to_driver=False, **gpus)
-    models = {shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in (*profiles, *cases))}
+    models = {shape: make_models(home, shape) for shape in dict.fromkeys(case.shape for case in cases)}
     folders: dict[str, list[Path]] = {}
     for number, case in enumerate(profiles):
+        if case.shape not in models:
+            continue
         folder = home / f"profile{number + 1}"
         took_s = train(case, keys_of(case, models, on_gpu=options.gpu), folder, options.steps)
         folders.setdefault(case.shape, []).append(folder)
         print(f"profile {number + 1}: {case.words} {' -> '.join(case.moves)} ({took_s:.0f} s)", flush=True)
     predicted = {}
     for shape, of_shape in folders.items():
-        cores = None if options.gpu else os.cpu_count()
+        cores = None if options.gpu else num_cores()
         profile = Profile(read_recordings(of_shape, None))
         predictor = Predictor(profile, schedule_of, gpu_memory_bytes=detect_gpu_memory(), num_cores=cores)
         for case in (case for case in cases if case.shape == shape):
@@ -212,7 +226,8 @@ def main() -> int:
     (home / "predicted.json").write_text(json.dumps({one.words: made.step_s for one, made in predicted.items()}))
     print(f"{'case':>4} {'predicted':>9} {'from':>7} {'to':>7} {'measured':>8} {'error':>6}", flush=True)
     measured = {}
-    for number, case in enumerate(cases, 1):
+    for case in cases:
+        number = all_cases.index(case) + 1
         folder = home / f"case{number}"
         took_s = train(case, keys_of(case, models, on_gpu=options.gpu), folder, options.steps)
         measured[case], made = measured_step_s(folder), predicted[case]

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla, compute_value_loss
+from rolepool.algorithm.losses import LossCounts, compute_value_loss
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import Config, load_config
 from rolepool.config.model_files import ModelShape, read_shape
 from rolepool.models.loading import load_critic, load_policy

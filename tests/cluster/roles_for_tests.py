@@ -68,6 +68,10 @@ class Everything(Worker):
     def one_to_all(self, *args: Any, **kwargs: Any) -> Any:
         return self.rank, args, kwargs
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def zeros(self, num_rows: int) -> DataProto:
+        return DataProto.from_dict({"zeros": torch.zeros(num_rows, 1024)})
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def all_to_all(self, *args: Any, **kwargs: Any) -> Any:
         return self.rank, args, kwargs

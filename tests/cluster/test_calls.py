@@ -80,6 +80,11 @@ def test_one_to_all_gives_every_rank_the_whole_of_a_batch(four: RoleProxy) -> No
         assert data.meta_info == {"step": 3}
 
 
+@pytest.mark.parametrize("num_rows", [1, 100], ids=["small", "too large for a reply"])
+def test_one_to_all_returns_whole_batches(four: RoleProxy, num_rows: int) -> None:
+    assert [data.batch["zeros"].shape for data in four.zeros(num_rows)] == [(num_rows, 1024)] * 4
+
+
 def test_all_to_all_gives_every_rank_its_entry_of_each_list(four: RoleProxy) -> None:
     assert four.all_to_all([10, 11, 12, 13], word=("a", "b", "c", "d")) == [
         (rank, (10 + rank,), {"word": "abcd"[rank]}) for rank in range(4)

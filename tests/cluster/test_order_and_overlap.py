@@ -6,12 +6,14 @@ import itertools
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from roles_for_tests import Sleeper
 
-from rolepool.cluster import Cluster, LiveState, RoleProxy, WorkerGroup
+from rolepool.cluster import Cluster, RoleProxy, WorkerGroup, watchdog
+from rolepool.config import load_config
 from rolepool.metrics import Span
 from rolepool.metrics.run_folder import State
 from rolepool.protocol import DataProto
@@ -157,10 +159,15 @@ def test_making_a_role_has_a_span_too(groups: dict[str, WorkerGroup]) -> None:
 
 
 def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
-    groups: dict[str, WorkerGroup], actor: RoleProxy, critic: RoleProxy
+    groups: dict[str, WorkerGroup],
+    actor: RoleProxy,
+    critic: RoleProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[State] = []
-    live = LiveState(groups, lambda text: written.append(State(**json.loads(text))))
+    monkeypatch.setattr(watchdog, "write_atomically", lambda _, pieces: written.append(State(**json.loads(*pieces))))
+    live = watchdog.Watchdog(groups, load_config([], []).config.trainer, tmp_path, print)
     try:
         live.begin("step 7")
         began_s = time.time()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolepool.algorithm import LossCounts, compute_policy_loss_vanilla
 from rolepool.algorithm.log_probs import LinearLogProbs
+from rolepool.algorithm.losses import LossCounts
+from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import load_config
 from rolepool.models.packing import TokenRows, packed_attention, response_log_probs
 from rolepool.models.sharding import compiled, has_compiler

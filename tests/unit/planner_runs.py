@@ -26,14 +26,14 @@ actor_rollout_ref.actor.ppo_mini_batch_size=12 actor_rollout_ref.actor.ppo_micro
 critic.ppo_micro_batch_size_per_gpu=4 critic.forward_micro_batch_size_per_gpu=4
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
 """
-COSTS = {  # seconds per piece, token, attended token, share of a piece that is exchanged, and round of messages
-    "prefill": (2e-3, 1e-5, 1e-8, 0, 0),
-    "decode": (4e-3, 1e-5, 1e-8, 0, 0),
-    "forward": (5e-3, 4e-5, 1e-7, 2e-3, 1e-3),
-    "backward": (8e-3, 8e-5, 2e-7, 4e-3, 1e-3),
-    "optimizer": (2e-2, 0, 0, 1e-2, 2e-3),
-    "score": (3e-3, 3e-5, 1e-7, 2e-3, 1e-3),
-    "rest": (1e-3, 1e-7, 0, 0, 0),
+COSTS = {  # in the order of Work.features
+    "prefill": (2e-3, 1e-5, 1e-8, 0, 0, 0),
+    "decode": (4e-3, 1e-5, 1e-8, 0, 0, 0),
+    "forward": (5e-3, 4e-5, 1e-7, 1e-3, 2e-3, 1e-3),
+    "backward": (8e-3, 8e-5, 2e-7, 2e-3, 4e-3, 1e-3),
+    "optimizer": (2e-2, 0, 0, 5e-3, 1e-2, 2e-3),
+    "score": (3e-3, 3e-5, 1e-7, 1e-3, 2e-3, 1e-3),
+    "rest": (1e-3, 1e-7, 0, 0, 0, 0),
 }
 Costs = Mapping[str, Sequence[float]]
 

@@ -67,7 +67,7 @@ def write_run(
             run.add_plan(number, plan, schedule_of(loaded.config))
         if number in plans and number > 1:
             what = f"{_plan_of(plans, number - 1).in_words} -> {plan.in_words}"
-            run.add_move(number, what, MOVE_S, list(plan.pools))
+            run.add_event("move", number, what, MOVE_S, list(plan.pools), after_step=number - 1)
         for operation, recorded in spans.items():
             run.add_spans(Recorded(number, operation, span) for span in recorded)
         following = steps.get(number + 1) if number + 1 not in plans else None

@@ -374,7 +374,7 @@ def test_kl_cov_chooses_one_token_of_a_large_batch_but_one_of_each_micro_batch()
 def test_a_loss_reaches_worker_processes_by_its_name(name: str) -> None:
     loss = policy_losses.find(name)
     assert pickle.loads(pickle.dumps(loss)) is loss  # noqa: S301
-    assert policy_losses.find(f"rolepool.algorithm:compute_policy_loss_{name}") is loss
+    assert policy_losses.find(f"rolepool.algorithm.policy_losses:compute_policy_loss_{name}") is loss
     assert loss.__doc__ is not None and "L" in loss.__doc__
 
 

@@ -148,16 +148,6 @@ def test_a_making_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     assert names_in(tmp_path) == []
 
 
-def test_a_folder_of_an_older_version_is_made_anew(tmp_path: Path) -> None:
-    first = make_demo(tmp_path / "demo")
-    whole = contents(first.folder)
-    (first.folder / demo.DEMO_MARKER).write_text('{"version": 0}', encoding="utf-8")
-    (first.folder / "stale.txt").write_text("", encoding="utf-8")
-    make_demo(first.folder)
-    assert contents(first.folder) == whole
-    assert names_in(tmp_path) == ["demo"]
-
-
 def test_an_empty_folder_is_filled_and_anything_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert make_demo(tmp_path / "empty").train_file.is_file()

@@ -577,10 +577,10 @@ def test_a_batch_without_tensors_can_be_saved(data: DataProto, tmp_path: Path) -
     [
         (
             DataProto.from_dict(non_tensors={"images": [1, object()]}),
-            r"non_tensor_batch\['images'\]\[1\] is a .*object",
+            r"non_tensor_batch\['images'\] cannot be written as JSON: it contains a builtins.object",
         ),
-        (DataProto(meta_info={"a": {"b": [1, {2}]}}), r"meta_info\['a'\]\['b'\]\[1\] is a builtins.set"),
-        (DataProto(meta_info={"raw": b"bytes"}), r"meta_info\['raw'\] is a builtins.bytes"),
+        (DataProto(meta_info={"a": {"b": [1, {2}]}}), r"meta_info\['a'\] .* contains a builtins.set"),
+        (DataProto(meta_info={"raw": b"bytes"}), r"meta_info\['raw'\] .* contains a builtins.bytes"),
         (DataProto.from_dict({"x": torch.ones(1, dtype=torch.complex128)}), "cannot hold these tensors .*complex128"),
     ],
 )
@@ -682,38 +682,18 @@ def array_inside_itself(*others: Any) -> Any:
     return array
 
 
-def test_a_batch_with_an_array_inside_itself_is_printed_compared_copied_and_sent() -> None:
+def test_a_batch_with_an_array_inside_itself_is_printed_and_sent() -> None:
     data = DataProto.from_dict({"x": torch.arange(2)}, {"loop": array_inside_itself("end")})
-    nested = DataProto.from_dict(non_tensors={"names": [array_inside_itself(), "b"]}, meta_info={"loop": [data]})
     assert "'loop': 'object[2]'" in repr(data)
     assert "loop: ndarray(2,) (object)" in data.get_data_info()
-    for copied in (copy.deepcopy(data), encode(data).decode(), data.select(deepcopy=True)):
-        loop = copied.non_tensor_batch["loop"]
-        assert loop[0] is loop and loop is not data.non_tensor_batch["loop"], "the copy is inside of itself, too"
-        assert_same(copied, data)
-    assert copy.deepcopy(nested).non_tensor_batch["names"][0][0].dtype == object
-    assert rows_of_column(DataProto.concat(data.chunk(2))) == ["end"]
-
-
-def rows_of_column(data: DataProto) -> list[Any]:
-    return [row for row in data.non_tensor_batch["loop"] if isinstance(row, str)]
-
-
-def test_a_union_compares_arrays_inside_themselves_and_ends() -> None:
-    one, same, other = array_inside_itself(1), array_inside_itself(1), array_inside_itself(2)
-    union_numpy_dict({"loop": one}, {"loop": same})
-    for different in (other, np.fromiter([None, 1], object)):
-        with pytest.raises(DataError, match="'loop' is in both batches with different content"):
-            union_numpy_dict({"loop": one}, {"loop": different})
-    first, second = [1], [1]
-    first.append(first)  # type: ignore[arg-type]
-    second.append(second)  # type: ignore[arg-type]
-    assert same_value(first, second) and not same_value(first, [1, [2]])
+    loop = encode(data).decode().non_tensor_batch["loop"]
+    assert loop[0] is loop and loop is not data.non_tensor_batch["loop"], "the copy is inside of itself, too"
+    assert loop[1] == "end"
 
 
 def test_what_cannot_be_written_or_sent_because_it_contains_itself_is_named(tmp_path: Path) -> None:
     data = DataProto.from_dict(non_tensors={"loop": array_inside_itself()}, meta_info={})
-    with pytest.raises(DataError, match=r"non_tensor_batch\['loop'\]\[0\]\[0\] is inside of itself"):
+    with pytest.raises(DataError, match=r"non_tensor_batch\['loop'\] .*Circular reference"):
         data.save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
     data.non_tensor_batch["loop"][0] = data

@@ -10,8 +10,9 @@ import pytest
 
 from rolepool.planner.costs import LEAST_NOISE, LinearCost, Work
 
-TRUTH = np.array([0.02, 1e-4, 2e-7, 0.03, 0.004])
-"""Seconds per piece, token, attended token, share of a piece that is exchanged, and round of messages."""
+TRUTH = np.array([0.02, 1e-4, 2e-7, 0.01, 0.03, 0.004])
+"""Seconds per piece, token, attended token, piece that has collectives, share of it that is exchanged, and round of
+messages."""
 
 
 def fitted(works: Sequence[tuple[Work, int]], times: Iterable[float]) -> LinearCost:

@@ -22,7 +22,7 @@ LENGTH = PROMPT + RESPONSE
 RUNS = (
     "trainer.n_gpus_per_node=1",
     "trainer.n_gpus_per_node=4",
-    "trainer.n_gpus_per_node=7 placement.strategy=split placement.split.actor_gpus_per_node=4",
+    "trainer.n_gpus_per_node=14 placement.strategy=split placement.split.actor_gpus_per_node=8",
 )
 
 

@@ -107,17 +107,6 @@ def test_a_damaged_plan_json_is_replaced(folder: RunFolder, plans: list[Plan], t
     assert history_in(folder) == [(8, plans[1])]
 
 
-def test_a_single_plan_of_an_older_version_is_the_plan_of_all_steps_so_far(
-    folder: RunFolder, plans: list[Plan]
-) -> None:
-    folder.write("plan.json", plans[0].model_dump_json(indent=2))
-    folder.add_metrics(1, {"a": 1.0})
-    run = read_run(folder.path)
-    assert [(planned.first_step, planned.plan) for planned in run.plans] == [(1, plans[0])]
-    folder.add_plan(5, plans[1])
-    assert history_in(folder) == [(1, plans[0]), (5, plans[1])]
-
-
 def test_plan_json_has_the_schedule_of_each_plan_and_of_the_last_one_the_newest(
     folder: RunFolder, plans: list[Plan]
 ) -> None:
@@ -145,7 +134,7 @@ def test_a_move_is_a_row_without_numbers(moved: Path) -> None:
 
 def test_a_move_does_not_count_as_a_step(folder: RunFolder) -> None:
     folder.add_metrics(7, {"a": 1.0})
-    folder.add_move(8, "a -> b", 1.0, ["b"])
+    folder.add_event("move", 8, "a -> b", 1.0, ["b"], after_step=7)
     assert last_step(folder.path) == 7
 
 
@@ -153,8 +142,8 @@ def test_a_move_that_a_resumed_run_has_undone_goes_aside_and_a_restart_stays(fol
     for step in range(1, 7):
         folder.add_metrics(step, {"a": 1.0})
         if step == 3:
-            folder.add_move(4, "a -> b", 1.0, ["b"])
-            folder.add_restart(4, "driver, killed by signal 9", 3, 1.0)
+            folder.add_event("move", 4, "a -> b", 1.0, ["b"], after_step=3)
+            folder.add_event("restart", 4, "driver, killed by signal 9", 1.0, repeated_from_step=3)
     aside = folder.begin(after_step=2)
     assert aside is not None
     assert [event.kind for event in read_run(folder.path).events] == ["restart"]
@@ -290,7 +279,7 @@ def test_texts_about_moves_cannot_leave_the_data(folder: RunFolder, plans: list[
     folder.add_plan(2, hostile)
     folder.add_metrics(1, {"timing_s/step": 1.0})
     plain = render(read_run(folder.path))
-    folder.add_move(2, HOSTILE, 1.0, [HOSTILE])
+    folder.add_event("move", 2, HOSTILE, 1.0, [HOSTILE], after_step=1)
     page = render(read_run(folder.path))
     for opening in ("<script", "</script", "<!--", "<img"):
         assert page.count(opening) == plain.count(opening)

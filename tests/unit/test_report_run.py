@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> RunFolder:
     written = RunFolder(tmp_path / "my_run")
     written.path.mkdir()
     written.write("config.yaml", loaded.to_yaml())
-    written.write("plan.json", build_plan(loaded.config).model_dump_json())
+    written.add_plan(1, build_plan(loaded.config))
     for step in (1, 2):
         written.add_metrics(step, {"critic/score/mean": 0.5 * step, "training/epoch": 0})
         written.add_spans([Recorded(step, "update_actor", SPAN)])
@@ -133,8 +133,8 @@ def test_unreadable_rows_and_moments_are_counted_by_file_and_a_loss_that_is_not_
 
 
 def test_rows_about_restarts_are_listed_apart_from_the_metrics(folder: RunFolder) -> None:
-    folder.add_restart(2, "driver, killed by signal 9", repeated_from_step=1, seconds=12.34)
-    folder.add_restart(3, "rank 1 of left", repeated_from_step=3, seconds=2.0)
+    folder.add_event("restart", 2, "driver, killed by signal 9", 12.34, repeated_from_step=1)
+    folder.add_event("restart", 3, "rank 1 of left", 2.0, repeated_from_step=3)
     append(folder, "metrics.jsonl", '{"step": 3, "restart": {"what": "no number"}}\n')
     run = read_run(folder.path)
     assert [*run.metrics] == [1, 2]
@@ -143,8 +143,9 @@ def test_rows_about_restarts_are_listed_apart_from_the_metrics(folder: RunFolder
     assert run.skipped == {"metrics.jsonl": 1}
     assert page_data(run)["events"][0]["what"] == "driver, killed by signal 9"
     assert folder.begin(after_step=1) is not None
-    run.read_new()  # the file was written again
-    assert [event.step for event in run.events] == [2, 3], "they are kept, although their steps are not"
+    assert [event.step for event in read_run(folder.path).events] == [2, 3], (
+        "they are kept, although their steps are not"
+    )
 
 
 def test_whole_files_that_cannot_be_read_are_left_out(folder: RunFolder) -> None:

@@ -27,7 +27,8 @@ from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.report.serve import NUM_SAMPLES, TAIL_BYTES, Server, describe, find_runs, sample_lines
+from rolepool.report.run import NUM_SAMPLES, TAIL_BYTES, sampled_lines
+from rolepool.report.serve import Server, describe, find_runs
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 TEN_STEPS = "trainer.total_training_steps=10"
@@ -204,7 +205,7 @@ def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs:
 
 def test_restarts_are_counted_wherever_they_are_in_a_long_file(tmp_path: Path, runs: Path) -> None:
     folder = copy_of(runs, "one", tmp_path / "one")
-    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    RunFolder(folder).add_event("restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(f'{{"step": {10 + number}, "a": 1.0}}\n' for number in range(TAIL_BYTES // 10))
     with serving(tmp_path) as client:
@@ -330,7 +331,7 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
 def test_of_a_long_file_the_end_and_some_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {number:06d}}}\n' for number in range(100_000)), encoding="utf-8")
-    numbers = [int(line[9:15]) for line in sample_lines(path)]
+    numbers = [int(line[9:15]) for line in sampled_lines(path)]
     num_at_the_end = TAIL_BYTES // 17
     assert numbers == sorted(set(numbers))
     assert NUM_SAMPLES - 1 <= len(numbers) - num_at_the_end <= NUM_SAMPLES + 1

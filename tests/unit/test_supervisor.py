@@ -91,7 +91,7 @@ for step in steps:
 Path(folder.path / "checkpoints/step_000001").mkdir(parents=True, exist_ok=True)
 Path(folder.path / "checkpoints/step_000001/trainer.json").touch()
 if death is not None:
-    folder.add_restart(9, death.what, 2, 1.0)
+    folder.add_event("restart", 9, death.what, 1.0, repeated_from_step=2)
     say(f"after step {death.step}")
 os.kill(os.getpid(), signal.SIGSEGV)"""
     output, _ = start(tmp_path, driver, "trainer.max_restarts=1").communicate(timeout=HANGS_S)

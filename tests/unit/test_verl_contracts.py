@@ -369,11 +369,13 @@ def test_ranks_get_equally_many_rows_and_about_equally_many_tokens(num_ranks: in
 def at_ranks(num_ranks: int, *args: Any, **kwargs: Any) -> list[tuple[Call, Any]]:
     """What each rank gets of the arguments of a method that splits batches, and its share of the batch."""
     values, named = splittable("role.method", args, kwargs)
-    calls = [
-        pack_call(Call("role", "method", values, named, 0.0, 1, ()), None, num_ranks, rank, in_lists=False)[0]
-        for rank in range(num_ranks)
-    ]
-    return [resolve_arguments(unpack_call(packed), [], []) for packed in calls]
+    found = []
+    for rank in range(num_ranks):
+        call = Call("role", "method", values, named, 0.0, 1, ())
+        packed, objects = pack_call(call, None, num_ranks, rank, in_lists=False)
+        direct, stored = zip(*objects, strict=True)
+        found.append(resolve_arguments(unpack_call(packed), direct, stored))
+    return found
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks", "sizes"), [(4, 2, [2] * 2), (10, 4, [3] * 4), (1, 4, [1] * 4)])

@@ -20,7 +20,7 @@ from synthetic_runs import write_run
 
 from commands import Outcome
 from rolepool.metrics.run_folder import RunFolder, State
-from rolepool.report.run import JsonLines
+from rolepool.report.run import last_lines
 from rolepool.report.watch import LAST_STEPS, WatchedRun, lane
 
 
@@ -51,7 +51,7 @@ def test_one_frame_shows_pools_operations_busy_time_reward_and_time_left(
 def test_the_number_of_restarts_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert "restarts" not in text_of(WatchedRun(folder))
-    RunFolder(folder).add_restart(3, "driver, killed by signal 9", repeated_from_step=2, seconds=9.0)
+    RunFolder(folder).add_event("restart", 3, "driver, killed by signal 9", 9.0, repeated_from_step=2)
     assert ", restarts: 1" in text_of(WatchedRun(folder))
 
 
@@ -115,14 +115,14 @@ def test_a_running_run_is_followed_line_by_line(tmp_path: Path) -> None:
         half = [line for line in lines if json.loads(line)["step"] <= 6]
         with (folder / name).open("w", encoding="utf-8") as file:
             file.write("".join(half) + lines[len(half)][:25])
-    watched.update()
+    watched = WatchedRun(folder)
     assert watched.run.step == 6
     assert not watched.run.is_finished
     for name in ("metrics.jsonl", "spans.jsonl"):
         text = (whole / name).read_text(encoding="utf-8")
         with (folder / name).open("a", encoding="utf-8") as file:
             file.write(text[(folder / name).stat().st_size :])
-    watched.update()
+    watched = WatchedRun(folder)
     assert watched.run.step == 12
     assert "finished" in text_of(watched)
 
@@ -145,25 +145,10 @@ def test_in_a_terminal_the_view_follows_until_interrupted(tmp_path: Path, root: 
     assert "Traceback" not in shown
 
 
-def test_a_growing_file_gives_each_line_once_and_a_file_written_anew_again(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    lines: JsonLines[int] = JsonLines(path, json.loads)
-    assert list(lines.read_new()) == []
-    path.write_text("1\n2\n3", encoding="utf-8")
-    assert list(lines.read_new()) == [1, 2]
-    with path.open("a", encoding="utf-8") as file:
-        file.write("4\n5\n")
-    assert list(lines.read_new()) == [34, 5]
-    assert list(lines.read_new()) == []
-    (tmp_path / "b").write_text("7\n", encoding="utf-8")
-    (tmp_path / "b").replace(path)
-    assert list(lines.read_new()) == [7]
-
-
 def test_of_a_long_file_only_the_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"n": {number}}}\n' for number in range(100_000)), encoding="utf-8")
-    numbers = [line["n"] for line in JsonLines(path, json.loads, last_bytes=1000).read_new()]
+    numbers = [json.loads(line)["n"] for line in last_lines(path, last_bytes=1000)]
     assert 50 < len(numbers) < 100
     assert numbers[-1] == 99_999
 

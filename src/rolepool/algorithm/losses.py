@@ -146,18 +146,13 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, counts:
     """
     counts = LossCounts.of(loss_mask) if counts is None else counts
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
-    match loss_agg_mode:
-        case "token-mean":
-            return masked_sum(loss_mat, loss_mask) / num_tokens
-        case "token-sum":
-            return masked_sum(loss_mat, loss_mask)
-        case "seq-mean-token-sum":
-            return masked_sum(loss_mat, loss_mask) / num_sequences
-        case "seq-mean-token-mean":
-            return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
-        case "seq-mean-token-sum-norm":
-            return masked_sum(loss_mat, loss_mask) / num_sequences / counts.loss_scale_factor
-    raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
+    if loss_agg_mode == "seq-mean-token-mean":
+        return masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
+    divisors: dict[str, float] = {"token-mean": num_tokens, "token-sum": 1, "seq-mean-token-sum": num_sequences}
+    divisors["seq-mean-token-sum-norm"] = num_sequences * counts.loss_scale_factor
+    if loss_agg_mode not in divisors:
+        raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}")
+    return masked_sum(loss_mat, loss_mask) / divisors[loss_agg_mode]
 
 
 def compute_value_loss(

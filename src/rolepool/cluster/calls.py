@@ -1,7 +1,8 @@
 """The messages of a call: the method and its arguments on the way to a worker, and the worker's reply.
 
 The driver turns values, batches and futures into a message, and the worker turns the message into values again. A batch
-of the driver is written once for each part. The data of a future is not copied: the message only has references to it.
+of the driver is sent like the reply of a rank: it is written once for each part. The data of a future is not copied:
+the message only has references to it.
 """
 
 import pickle
@@ -16,8 +17,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError, WorkerError
-from rolepool.metrics import Span
-from rolepool.protocol import Dispatch, Encoded, encode, futures
+from rolepool.metrics.spans import DRIVER, Span
+from rolepool.protocol import Dispatch, Encoded, futures
 from rolepool.protocol.batching import IS_PADDING_KEY, pad_rows
 from rolepool.protocol.data import DataProto, batch_to_tensordict, tensordict_to_batch
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Keys, Pending, Reply, RowNumbers, Stripe
@@ -53,14 +54,14 @@ class Share(NamedTuple):
 class StripeArgument(NamedTuple):
     """Some keys of a batch, for the rows of one share of it.
 
-    `source` is a batch with these keys and rows (encoded, or the position of an object of the message), or the
-    positions of the replies of all ranks that made the batch. In the second case, `rows` are the numbers of the rows to
-    fetch, if they are not those of the share. `total` is the number of rows of the whole batch, if the driver knew it.
+    `where` has the positions of the replies of all ranks that made the batch. `total` is the number of rows of the
+    whole batch; if the driver did not know it, the worker fetches the rows of its share. Otherwise it fetches the rows
+    with the numbers `rows` (None: all).
     """
 
-    source: Encoded | int | slice
-    total: int | None
-    keys: Keys = None
+    where: slice
+    keys: Keys
+    total: int | None = None
     rows: RowNumbers | None = None
 
 
@@ -99,8 +100,11 @@ Batch = DataProto | DataProtoFuture
 SPLITTING = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 """Modes in which batches are split."""
 
+FROM_DRIVER = Span(DRIVER, "trainer", 0, "call", 0.0, 0.0, 0.0, node=DRIVER)
+"""The span in place of a rank's span, if the driver sends a batch itself."""
+
 Objects = list[tuple[Any, Any]]
-"""References of a message: pairs of a reply and the data that is stored for it, or of a batch and None.
+"""Replies of a message, or references to them: pairs of a reply and the data that is stored for it.
 
 Ray delivers the first of each pair with the message. The worker fetches the second one if it needs it.
 """
@@ -140,7 +144,7 @@ def pack_call(call: Call, reads: Keys, parts: int, index: int, *, in_lists: bool
             stripes = [_pack_stripe(stripe, objects, reads, *split) for stripe in futures.stripes_of(value)]
             return BatchArgument(tuple(stripes), *split)
         if isinstance(value, CallFuture):
-            if value.collect not in (futures.collect_first, futures.collect_list):
+            if value.collect not in (futures.collect_first, list):
                 raise DataError(f"{value!r} is collected by a function of the driver; pass the result of its get()")
             return ResultArgument(_add_replies(value.calls, objects), value.collect)
         return value
@@ -177,18 +181,14 @@ def _has_rows(value: Any) -> bool:
 def _pack_stripe(stripe: Stripe, objects: Objects, reads: Keys, parts: int, index: int) -> StripeArgument:
     keys = futures.intersection(stripe.keys, reads)
     if not isinstance(stripe.source, DataProto) and stripe.order is None:
-        return StripeArgument(_add_replies(stripe.source, objects), None, keys)
+        return StripeArgument(_add_replies(stripe.source, objects), keys)
     share = Share(stripe.num_rows(), parts, index)
     rows = share.fetched if stripe.order is None else stripe.order[share.fetched]
     if not isinstance(stripe.source, DataProto):
-        return StripeArgument(_add_replies(stripe.source, objects), share.total, keys, rows)
-    batch = futures.rows_with_keys(stripe.source, rows, keys)
-    batch_size = None if batch.batch is None else batch.batch.batch_size
-    encoded = encode((batch.columns(), batch_size, batch.meta_info))
-    if encoded.num_bytes <= futures.INLINE_BYTES:
-        return StripeArgument(encoded, share.total)
-    objects.append((ray.put(encoded), None))
-    return StripeArgument(len(objects) - 1, share.total)
+        return StripeArgument(_add_replies(stripe.source, objects), keys, share.total, rows)
+    _, header, large = futures.encode_result(futures.rows_with_keys(stripe.source, rows, keys))
+    objects.append((pack_reply(Reply(FROM_DRIVER, header=header)), ray.put(large) if large else None))
+    return StripeArgument(slice(len(objects) - 1, len(objects)), keys, share.total)
 
 
 def _add_replies(calls: Iterable[Any], objects: Objects) -> slice:
@@ -215,49 +215,40 @@ def unpack_call(packed: bytes) -> Call:
 
 def resolve_arguments(call: Call, direct: Sequence[Any], stored: Sequence[Any]) -> tuple[Call, Share | None]:
     """The call with the values of its arguments, and which share of its batch this rank has."""
-    pairs = zip(direct, stored, strict=True)
-    objects = [unpack_reply(one, data) if isinstance(one, bytes | Reply) else one for one, data in pairs]
+    objects = [unpack_reply(one, data) for one, data in zip(direct, stored, strict=True)]
     shares: list[Share] = []
     args = [_resolve(argument, objects, shares) for argument in call.args]
     kwargs = {name: _resolve(argument, objects, shares) for name, argument in call.kwargs.items()}
     return call._replace(args=args, kwargs=kwargs), shares[0] if shares else None
 
 
-def _resolve(argument: Any, objects: Sequence[Any], shares: list[Share]) -> Any:
+def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> Any:
     """An argument's value on this worker. If it is a batch, its share is added to the list."""
     if isinstance(argument, ResultArgument):
         return argument.collect(futures.values_of(objects[argument.where], fetch_stored))
     if not isinstance(argument, BatchArgument):
         return argument
     first = argument.stripes[0]
-    if argument.parts == 1 and len(argument.stripes) == 1 and isinstance(first.source, slice):
-        replies = objects[first.source]
+    if argument.parts == 1 and len(argument.stripes) == 1:
+        replies = objects[first.where]
         if any(reply.header is None for reply in replies):  # the result is not a batch; use what `get()` returns
             return futures.collect_batches(futures.values_of(replies, fetch_stored))
-    totals = [_total(stripe, objects) for stripe in argument.stripes]
+    totals = [
+        sum(header.num_rows for header in futures.headers_of(objects[one.where])) if one.total is None else one.total
+        for one in argument.stripes
+    ]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     share = Share(totals[0], argument.parts, argument.part)
     shares.append(share)
-    batch = futures.join_stripes([_rows_of(stripe, share, objects) for stripe in argument.stripes])
+    parts = []
+    for stripe in argument.stripes:
+        rows = share.fetched if stripe.total is None else stripe.rows
+        parts.append(futures.gather_rows(objects[stripe.where], rows, stripe.keys, fetch_stored))
+    batch = futures.join_stripes(parts)
     if share.size and not share.rows:
         return batch_to_tensordict(pad_rows(batch, share.size)[1:])
     return batch_to_tensordict(pad_rows(batch, share.size - len(share.rows)))
-
-
-def _total(stripe: StripeArgument, objects: Sequence[Any]) -> int:
-    if stripe.total is not None:
-        return stripe.total
-    assert isinstance(stripe.source, slice)
-    return sum(header.num_rows for header in futures.headers_of(objects[stripe.source]))
-
-
-def _rows_of(stripe: StripeArgument, share: Share, objects: Sequence[Any]) -> DataProto:
-    if isinstance(stripe.source, slice):
-        rows = share.fetched if stripe.rows is None else stripe.rows
-        return futures.gather_rows(objects[stripe.source], rows, stripe.keys, fetch_stored)
-    encoded: Encoded = objects[stripe.source] if isinstance(stripe.source, int) else stripe.source
-    return DataProto.from_columns(*encoded.decode())
 
 
 def without_padding(result: Any, share: Share | None) -> Any:
@@ -293,7 +284,9 @@ def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
         return list(ray.get([reply.stored for reply in replies], timeout=FETCH_TIMEOUT_S))
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
-        raise lost.error(f"a result of {lost.maker} is lost because its node died", is_death=True) from None
+        where = {name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")}
+        problem = f"a result of {lost.maker} is lost because its node died"
+        raise WorkerError(problem, **where, is_death=True) from None
     except RayError as error:
         problem = f"could not be fetched: {reason_of(error)}"
         if isinstance(error, GetTimeoutError):

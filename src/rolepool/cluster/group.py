@@ -26,7 +26,7 @@ from rolepool.cluster.launch import Process, await_all, cause_of
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded
-from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first, collect_list
+from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
 POLL_S = 0.2
@@ -203,19 +203,16 @@ class RoleProxy:
         num_parts = self._num_parts(call, spec, len(processes))
         stride = self.tp_size if spec.dispatch in calls.PER_DP_GROUP else 1
         pending = PendingCall(self.group, self.role_name, name, call.number, stride, sources)
-        returns_rows = spec.dispatch is Dispatch.DP_COMPUTE_PROTO
         ranks_per_part = len(processes) // num_parts
         for rank, process in enumerate(processes):
             if rank % ranks_per_part == 0:  # the ranks of an earlier part already compute
                 part = rank // ranks_per_part
                 packed, objects = calls.pack_call(call, spec.reads, num_parts, part, in_lists=spec.dispatch in LISTS)
                 references = [[stored for _, stored in objects], *(direct for direct, _ in objects)] if objects else []
-            run = process.actor.run_rows if returns_rows else process.actor.run
-            answer = run.remote(packed, *references)
-            pending.all_objects.append(tuple(answer) if returns_rows else (answer, None))
-        if returns_rows:
+            pending.all_objects.append(tuple(process.actor.run.remote(packed, *references)))
+        if spec.dispatch is Dispatch.DP_COMPUTE_PROTO:
             return DataProtoFuture([pending])
-        collect = collect_first if only_zero else collect_list
+        collect = collect_first if only_zero else list
         return CallFuture([pending], collect if spec.collect_fn is None else partial(spec.collect_fn, self))
 
     def _num_parts(self, call: calls.Call, spec: MethodSpec, num_ranks: int) -> int:
@@ -304,7 +301,8 @@ class PendingCall:
                 pairs = zip(packed, self.all_objects, strict=True)
                 self._replies = [calls.unpack_reply(one, stored) for one, (_, stored) in pairs]
                 self.sources = ()
-                self._note_duration(self._replies)
+                known, key = self.group.longest_s, (self.role, self.method)
+                known[key] = max(known.get(key, 0.0), *(reply.span.duration_s for reply in self._replies))
             except GetTimeoutError:
                 self.group.raise_if_broken()
                 if time.monotonic() >= deadline:
@@ -313,10 +311,6 @@ class PendingCall:
                 self._error = self.group.diagnose(error, self)
                 raise self._error from None
         return self._replies
-
-    def _note_duration(self, replies: Sequence[Reply]) -> None:
-        known, key = self.group.longest_s, (self.role, self.method)
-        known[key] = max(known.get(key, 0.0), *(reply.span.duration_s for reply in replies))
 
 
 # Ray's errors

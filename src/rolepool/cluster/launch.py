@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ the processes of another plan can start in the bundle before those of the presen
 
 @dataclass(kw_only=True, eq=False)
 class Process(Whereabouts):
-    """A running worker process and its rank."""
+    """A running worker process. It gets its rank and slot when all processes of its pool have started."""
 
     actor: Any
     pool: str
-    rank: int
-    slot: Slot
+    rank: int = field(init=False)
+    slot: Slot = field(init=False)
     clock_ahead_s: float = 0.0
     """How far the clock of its node is ahead of the driver's clock."""
 
@@ -152,10 +152,6 @@ Bundles = dict[tuple[str, int], Any]
 """Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
 
 
-Started = tuple[Any, Whereabouts]
-"""The actor of a process that has started, and what it tells about itself."""
-
-
 @dataclass(frozen=True)
 class Reservation:
     """The resources of a plan: its nodes, its device, and a bundle for each slot."""
@@ -209,9 +205,9 @@ def start_pools(
     started = _start(bundles, cleanup, 0 if device == "cpu" else BUNDLE_PART, node_ids)
     if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
         for name, members in started.items():
-            for bundle, (_, where) in zip(bundles[name], members, strict=True):
-                reserved.bundles[where.node_id, where.gpus[0]] = bundle
-    pools = {name: _match(name, slots[name], members, nodes, device) for name, members in started.items()}
+            for bundle, process in zip(bundles[name], members, strict=True):
+                reserved.bundles[process.node_id, process.gpus[0]] = bundle
+    pools = {name: _match(slots[name], members, nodes, device) for name, members in started.items()}
     if plan.mps:
         _start_mps(plan, pools)
     shares = {name: plan.pools[name].share for name in pools}
@@ -225,7 +221,7 @@ def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -
     are for light work such as rule rewards."""
     here = pinned_to(ray.get_runtime_context().get_node_id())
     started = _start({name: [here] * count}, cleanup)
-    processes = _match(name, [Slot(0, rank) for rank in range(count)], started[name], (), "cpu")
+    processes = _match([Slot(0, rank) for rank in range(count)], started[name], (), "cpu")
     _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     return processes
 
@@ -272,7 +268,7 @@ def _release(group: Any) -> None:
 
 def _start(
     bundles: Mapping[str, Sequence[Any]], cleanup: ExitStack, num_gpus: float = 0, nodes: Collection[str] = ()
-) -> dict[str, list[Started]]:
+) -> dict[str, list[Process]]:
     """Start a process in each bundle of each pool, wait until every one has started on these nodes, and log the
     progress."""
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
@@ -285,7 +281,10 @@ def _start(
             cleanup.callback(ray.kill, actor)
             asked[actor.whereabouts.remote()] = f"a process of {name}", name
     answers = iter(await_all(asked, "start", "started %d of %d worker processes", nodes))
-    return {name: [(actor, next(answers)) for actor in members] for name, members in actors.items()}
+    return {
+        name: [Process(**vars(next(answers)), actor=actor, pool=name) for actor in members]
+        for name, members in actors.items()
+    }
 
 
 def await_all(
@@ -330,27 +329,24 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def _match(
-    name: str, slots: Sequence[Slot], started: Sequence[Started], nodes: Sequence[Node], device: str
-) -> list[Process]:
+def _match(slots: Sequence[Slot], started: Sequence[Process], nodes: Sequence[Node], device: str) -> list[Process]:
     """The pool's processes in rank order, each on the slot it really holds. Raises a PlacementError if that is not
     the plan's slot."""
     held = slots
     if device != "cpu":
         index_of = {node.node_id: index for index, node in enumerate(nodes)}
-        held = [Slot(index_of[where.node_id], where.gpus[0]) for _, where in started]
+        held = [Slot(index_of[process.node_id], process.gpus[0]) for process in started]
     if missing := [slot for slot in slots if slot not in held]:
         slot = missing[0]
-        planned = f"{name} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
+        planned = f"{started[0].pool} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
         given = " and ".join(f"node {node} GPU {gpu}" for node, gpu in sorted(set(held) - set(slots)))
         users = f"GPU {slot.gpu} is held by another job; on the node: {_users_of(nodes[slot.node])}"
         fix = "wait until that job ends, or plan with fewer GPUs"
         raise PlacementError(f"{planned}, but Ray assigned {given}: {users}; {fix}")
     members = [started[held.index(slot)] for slot in slots]
-    ranks = enumerate(zip(members, slots, strict=True))
-    return [
-        Process(**vars(where), actor=actor, pool=name, rank=rank, slot=slot) for rank, ((actor, where), slot) in ranks
-    ]
+    for rank, (process, slot) in enumerate(zip(members, slots, strict=True)):
+        process.rank, process.slot = rank, slot
+    return members
 
 
 def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:

@@ -206,15 +206,11 @@ class WorkerProcess:
 
     # Work
 
-    def run(self, packed: bytes, stored: Sequence[Any] = (), *direct: Any) -> bytes | Reply:
-        """Run a method of a role. The reply has its span and its result."""
-        reply: bytes | Reply = self.run_rows(packed, stored, *direct)[0]
-        return reply
-
     @ray.method(num_returns=2)
-    def run_rows(self, packed: bytes, stored: Sequence[Any] = (), *direct: Any) -> tuple[bytes | Reply, Any]:
-        """The same for a method that returns rows. Their large columns are a second return value. Ray keeps it in this
-        node's shared memory, even if this process dies, and the processes that need it fetch it from there."""
+    def run(self, packed: bytes, stored: Sequence[Any] = (), *direct: Any) -> tuple[bytes | Reply, Any]:
+        """Run a method of a role. The reply has its span and its result. The large columns of a batch are a second
+        return value. Ray keeps it in this node's shared memory, even if this process dies, and the processes that need
+        it fetch it from there."""
         start_s = time.time()
         call = unpack_call(packed)
         on_gpu = self._context.device != "cpu"

@@ -1,10 +1,11 @@
 """What runs now in each pool: a file for other programs such as `rolepool watch`, and a report if a call does not end.
 
-Threads of the driver ask Ray once per second which calls have ended. The workers and the step do not wait for them.
+A thread of the driver asks Ray once per second which calls have ended. The workers and the step do not wait for it.
 Owns when a call counts as stalled, the report with the Python stacks of all ranks, and what happens then.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -39,6 +40,10 @@ STATES = STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not r
 WAITS = re.compile("distributed_c10d|_functional_collectives")
 """In the stacks of a process that is inside a collective."""
 MAX_NAMED = 4
+OPERATION_NAMES = {
+    method: one.name for one in reversed(OPERATIONS.values()) for method in (one.method, *one.other_methods)
+}
+"""Two operations have the same method; the first one in the order of a step gives the name."""
 ACTIONS = {"report": "", "restart": " kills processes that are stopped or do not answer", "abort": " ends the run"}
 
 
@@ -54,35 +59,6 @@ def calls_so_far(group: WorkerGroup) -> Iterator[PendingCall]:
         yield call
         if call.end_s is None:
             return
-
-
-class LiveState:
-    """Writes a `State` as JSON once per second, until `stop`."""
-
-    def __init__(self, groups: Mapping[str, WorkerGroup], write: Callable[[str], None]) -> None:
-        self._groups, self._write = groups, write
-        # Two operations have the same method; the first one in the order of a step gives the name.
-        operations = list(reversed(OPERATIONS.values()))
-        self._names = {method: one.name for one in operations for method in (one.method, *one.other_methods)}
-        self.begin("starting")
-        self.stop = once_per_second(self._look)
-
-    def begin(self, what: str) -> None:
-        """What the run does from now on: a step, a validation, a save."""
-        self._what, self._since_s = what, time.time()
-
-    def _look(self) -> None:
-        pools = {pool: list(self._operations(group)) for pool, group in list(self._groups.items())}
-        state = State(time.time(), self._what, self._since_s, pools)
-        with suppress(OSError):  # the run itself reports a full disk
-            self._write(json.dumps(state._asdict()))
-
-    def _operations(self, group: WorkerGroup) -> Iterator[tuple[str, float, float | None]]:
-        """Name, start and end of what the pool has run since `begin`."""
-        for call in calls_so_far(group):
-            is_new = call.end_s is None or call.end_s > self._since_s
-            if call.number and call.start_s is not None and is_new:  # those without a number construct a role
-                yield self._names.get(call.method, call.method), call.start_s, call.end_s
 
 
 class Finding(NamedTuple):
@@ -101,27 +77,39 @@ class Watchdog:
     ) -> None:
         self.groups = groups
         self._keys, self._folder, self._tell = keys, folder.absolute(), tell
-        self._what = "start"
+        self._what, self._since_s = "start", math.inf
         self._with_logs: set[str] = set()
         self._reported: weakref.WeakSet[PendingCall] = weakref.WeakSet()
         self.stop = once_per_second(self._look)
 
     def begin(self, what: str) -> None:
-        """What the run does from now on, such as a step. The output of processes that are new goes to files, too."""
-        self._what = what
+        """What the run does from now on, such as a step. Before the first time, `state.json` is not written. The output
+        of processes that are new goes to files, too."""
+        self._what, self._since_s = what, time.time()
         for process in (process for group in self.groups.values() for process in group.processes):
             if process.actor_id not in self._with_logs:
                 self._with_logs.add(process.actor_id)
                 process.actor.limit_output.remote(str(self._folder / "logs" / f"{process.pool}-{process.rank}.log"))
 
     def _look(self) -> None:
-        for group in list(self.groups.values()):
-            with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
-                for call in calls_so_far(group):
-                    took_s = time.time() - call.start_s if call.start_s and call.end_s is None else 0.0
-                    if took_s > self._limit_s(call) and call not in self._reported:
-                        self._reported.add(call)
-                        self._report(call, examine(group.processes))
+        with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
+            seen = {pool: list(calls_so_far(group)) for pool, group in list(self.groups.items())}
+            for call in (calls[-1] for calls in seen.values() if calls):
+                took_s = time.time() - call.start_s if call.start_s and call.end_s is None else 0.0
+                if took_s > self._limit_s(call) and call not in self._reported:
+                    self._reported.add(call)
+                    self._report(call, examine(call.group.processes))
+            if self._since_s < math.inf:
+                operations = {pool: list(self._operations(calls)) for pool, calls in seen.items()}
+                state = State(time.time(), self._what, self._since_s, operations)
+                write_atomically(self._folder / "state.json", [json.dumps(state._asdict())])
+
+    def _operations(self, calls: Sequence[PendingCall]) -> Iterator[tuple[str, float, float | None]]:
+        """Name, start and end of the calls that have run since `begin`."""
+        for call in calls:
+            is_new = call.end_s is None or call.end_s > self._since_s
+            if call.number and call.start_s is not None and is_new:  # those without a number construct a role
+                yield OPERATION_NAMES.get(call.method, call.method), call.start_s, call.end_s
 
     def _limit_s(self, call: PendingCall) -> float:
         longest_s = call.group.longest_s.get((call.role, call.method))

@@ -35,8 +35,8 @@ def num_gpus() -> int:
 
 
 def num_cores() -> int:
-    """Number of CPU cores of this machine."""
-    return os.cpu_count() or 1
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_slots(device: str) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from importlib.util import find_spec
-from operator import getitem, itemgetter
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from rolepool.config.schema import Config, all_keys, all_sections, contradiction
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
-MIN_SIMILARITY = 0.8
-"""How similar a key must be to the one that the user wrote: its last word, and its section. 1.0 is equal."""
+MIN_SIMILARITY = 0.9
+"""How similar a key must be to the one that the user wrote. 1.0 is equal."""
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -178,25 +178,14 @@ def unknown_key(path: str) -> str:
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"is a section; set one of its keys, such as {examples}"
-    section, _, leaf = path.rpartition(".")
-    without_dots = path.replace(".", "")
-    likely: list[tuple[float, str]] = []
-    for key in all_keys():
-        its_section, _, its_leaf = key.rpartition(".")
-        same_leaf, same_section = _similarity(leaf, its_leaf), _similarity(section, its_section)
-        if key.endswith(f".{path}"):  # only the first sections are missing
-            same_section = 1.0
-        if min(same_leaf, same_section) >= MIN_SIMILARITY or key.replace(".", "") == without_dots:
-            likely.append((same_leaf + same_section, key))
-    if not likely:  # a name that only one key has, in the wrong section
-        likely = [(1.0, key) for key in all_keys() if key.rpartition(".")[2] == leaf]
-        likely = likely if len(likely) == 1 and "_" in leaf else []
-    found = max(likely, default=None, key=itemgetter(0))
-    return f"unknown key; did you mean {found[1]}?" if found else "unknown key; `rolepool config` lists all keys"
-
-
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    keys, leaf = list(all_keys()), path.rpartition(".")[2]
+    without_first_sections = [key for key in keys if key.endswith(f".{path}")]
+    other_dots = [key for key in keys if key.replace(".", "") == path.replace(".", "")]
+    similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
+    in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
+    only_one = in_other_sections if len(in_other_sections) == 1 else []
+    found = without_first_sections or other_dots or similar or only_one
+    return f"unknown key; did you mean {found[0]}?" if found else "unknown key; `rolepool config` lists all keys"
 
 
 # Reading files and overrides

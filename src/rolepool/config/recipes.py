@@ -12,7 +12,7 @@ RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
 DEMO_FOLDER = "runs/demo_data"
 """Where the demo's recipes find their model and prompts, below the current folder."""
 DEMO_MARKER = "made_by_rolepool.json"
-"""A file in the folder of a demo. It says which version of the demo is there."""
+"""A file in the folder of a complete demo."""
 
 
 def recipe_names() -> list[str]:
@@ -33,7 +33,7 @@ def file_of(word: str) -> str:
 
 
 def trains_demo(config: Config) -> bool:
-    """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there or replace its older version."""
+    """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
     models = (config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path)
     paths = (*config.data.train_files, *config.data.val_files, *models)
     folder = Path(DEMO_FOLDER)

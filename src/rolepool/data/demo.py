@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,6 @@ from transformers.utils import logging as transformers_logging
 from rolepool.config.recipes import DEMO_MARKER
 from rolepool.data.demo_tools import LETTERS
 from rolepool.errors import ConfigError
-
-VERSION = 2
-"""Increase it when the content changes, so that folders of an older version are replaced."""
 
 SEED = 1
 NUM_LETTERS_PER_PROMPT = 4
@@ -52,33 +49,22 @@ class Demo:
 def make_demo(folder: str | os.PathLike[str]) -> Demo:
     """The demo in this folder. Creates it if it does not exist, in a temporary folder that is then renamed."""
     demo = Demo(Path(folder))
-    place, version = demo.folder, _version_of(demo.folder)
-    if version == VERSION:
+    place, marker = demo.folder, demo.folder / DEMO_MARKER
+    if marker.exists():
         return demo
-    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and version is None)):
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigError(f"{place}: exists and was not made by rolepool; move it, or name another folder for the demo")
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as temporary:
         new = Demo(Path(temporary) / "new")
         new.folder.mkdir()
         _write(new)
-        if _version_of(place) not in (None, VERSION):
-            with suppress(FileNotFoundError):  # another process has moved it
-                place.rename(Path(temporary) / "old")
         try:
             new.folder.rename(place)
         except OSError:
-            if _version_of(place) != VERSION:  # otherwise another process has made the same folder
+            if not marker.exists():  # otherwise another process has made the same folder
                 raise
     return demo
-
-
-def _version_of(folder: Path) -> Any:
-    """The version of a complete demo folder; None for any other folder."""
-    try:
-        return json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def next_letters(letters: str) -> str:
@@ -99,7 +85,7 @@ def _write(demo: Demo) -> None:
                 lines.write(json.dumps(row) + "\n")
     _write_model(demo.model, LlamaForCausalLM)
     _write_model(demo.reward_model, LlamaForSequenceClassification, num_labels=1)
-    (demo.folder / DEMO_MARKER).write_text(json.dumps({"version": VERSION}) + "\n", encoding="utf-8")
+    (demo.folder / DEMO_MARKER).write_text("{}\n", encoding="utf-8")
 
 
 def _write_model(folder: Path, model_class: Any, **more: Any) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rolepool.config import Config
 from rolepool.config.loading import missing_loggers
@@ -44,6 +44,7 @@ class State(NamedTuple):
     """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
 
 
+Event = Literal["restart", "move"]
 EVENT = re.compile(rb'"(restart|move)": {')
 """What all rows of metrics.jsonl contain that record an event instead of numbers: processes that died were replaced, or
 the run moved to another placement."""
@@ -147,18 +148,11 @@ class RunFolder:
         self._append("metrics.jsonl", [json.dumps({"step": step, **metrics})])
         self._append("train.log", [console_line(step, metrics)])
 
-    def add_restart(
-        self, step: int, what: str, repeated_from_step: int, seconds: float, pools: Sequence[str] = ()
+    def add_event(
+        self, kind: Event, step: int, what: str, seconds: float, pools: Sequence[str] = (), **steps: int
     ) -> None:
-        """Record that something died in a step, from which step on the run was repeated, how long that took, and which
-        pools were replaced."""
-        self._add_event("restart", step, what, seconds, pools, repeated_from_step=repeated_from_step)
-
-    def add_move(self, step: int, what: str, seconds: float, pools: Sequence[str]) -> None:
-        """Record that the run moved before a step, how long it did not train, and which pools have new processes."""
-        self._add_event("move", step, what, seconds, pools, after_step=step - 1)
-
-    def _add_event(self, kind: str, step: int, what: str, seconds: float, pools: Sequence[str], **steps: int) -> None:
+        """Record that something died in a step, or that the run moved before it, how long the run did not train, and
+        which pools have new processes. `steps` are `repeated_from_step` of a restart, and `after_step` of a move."""
         event = {"what": what, **steps, "seconds": round(seconds, 1), "pools": list(pools)}
         self._append("metrics.jsonl", [json.dumps({"step": step, kind: event})])
 

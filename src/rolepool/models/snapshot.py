@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,6 @@ class SnapshotWriter:
         self._trained = trained
         self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
         self._pinned: dict[Path, list[Tensor]] = {}
-        self._last_number: Tensor | None = None
         self._is_off = False
 
     def write(self, folder: Path, number: int) -> None:
@@ -58,18 +58,13 @@ class SnapshotWriter:
         parts = own_parts(tensors)
         copies = self._opened(shard, tensors, parts)
         write_atomically(own_file, [rank_state_text(self._trained, tensors, number)])
-        with self._trained.copying():
-            if parts:  # a replica writes none
-                torch._foreach_copy_([copies[name] for name in parts], list(parts.values()), non_blocking=True)
-            # The last copy says that the others are done. No thread of this process has to wait for that. The number is
-            # written by a kernel, because a copy of it to the GPU would wait for all copies before it.
-            self._last_number = torch.full((1,), number, device=self._trained.device)
-            copies[COPIED].copy_(self._last_number, non_blocking=True)
+        targets = [copies[name] for name in parts]  # none on a replica
+        # The last copy, of the number, says that the others are done.
+        self._trained.copy_later(list(parts.values()), targets, partial(copies[COPIED].fill_, number))
 
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
-        if self._trained.device == "cuda":
-            self._trained.copy_stream.synchronize()
+        self._trained.wait_for_copies()
 
     def _opened(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is for other parts, it is

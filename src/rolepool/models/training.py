@@ -7,6 +7,7 @@ caller passes the loss.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,8 @@ LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 Move = Callable[[str], object]
 """Moves offloaded tensors to a device."""
 
+COPIES_AT_ONCE = 200
+"""Copies that wait in the queue of a GPU. It has about a thousand places, and if it is full, other work waits, too."""
 PEAK_TFLOPS = {"A100": 312, "L40S": 362, "H20": 148, "H100": 989, "H200": 989, "H800": 989, "B200": 2250}
 """10^12 matrix operations per second in 16 bits, without sparsity, by a word of the GPU's name."""
 
@@ -106,6 +109,8 @@ class TrainedModel(DeviceModel):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
         moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
         self._moves = [move for move, is_offloaded in moves if is_offloaded and device != "cpu"]
+        self._copier = ThreadPoolExecutor(1)
+        self._copying: Future[None] | None = None
         self._leave_device()
 
     @cached_property
@@ -113,15 +118,30 @@ class TrainedModel(DeviceModel):
         """The stream that copies weights to host memory while the GPU computes."""
         return torch.cuda.Stream()
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Copies in the block are made after the work so far and beside later work, except for the next update."""
+    def copy_later(self, sources: list[Tensor], copies: list[Tensor], then: Callable[[], object]) -> None:
+        """Copy parts of the state to host memory, then call a function. On a GPU a thread does it in its own stream,
+        after the work so far and beside later work. Only the next update waits for it."""
         if self.device == "cpu":
-            yield
+            if sources:
+                torch._foreach_copy_(copies, sources)
+            then()
             return
-        self.copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copy_stream):
-            yield
+        done = torch.cuda.current_stream().record_event()
+
+        def copy() -> None:
+            with torch.cuda.stream(self.copy_stream):
+                self.copy_stream.wait_event(done)
+                for first in range(0, len(sources), COPIES_AT_ONCE):
+                    some = slice(first, first + COPIES_AT_ONCE)
+                    torch._foreach_copy_(copies[some], sources[some], non_blocking=True)
+                    self.copy_stream.synchronize()
+            then()
+
+        self._copying = self._copier.submit(copy)
+
+    def wait_for_copies(self) -> None:
+        if self._copying is not None:
+            self._copying.result()
 
     @property
     def learning_rate(self) -> float:
@@ -148,8 +168,7 @@ class TrainedModel(DeviceModel):
         would then be idle until it gets more work.
         """
         self.model.train()
-        if self.device == "cuda":
-            torch.cuda.current_stream().wait_stream(self.copy_stream)  # a snapshot may still read the weights
+        self.wait_for_copies()  # they read what the update changes
         totals: dict[str, Tensor] = {}
         for number, rows in enumerate(micro_batches, 1):
             if isinstance(self.model, FSDPModule):

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolepool.config import Config
 from rolepool.config.fitting import gpu_memories
@@ -199,7 +199,7 @@ class Schedule:
 class Plan(BaseModel):
     """The pool of every role, and the GPUs of every pool."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # plan.json of an older run may have other fields
+    model_config = ConfigDict(frozen=True)
 
     gpus_per_node: tuple[int, ...]
     device: str
@@ -244,7 +244,7 @@ class PlannedSteps:
     first_step: int
     plan: Plan
     schedule: Schedule | None = None
-    """None in a run of an older version, or if the step that the user wrote cannot be run on paper."""
+    """None if the step that the user wrote cannot be run on paper."""
 
 
 class PlanHistory(BaseModel):
@@ -252,12 +252,6 @@ class PlanHistory(BaseModel):
     if it was resumed with another placement."""
 
     plans: list[PlannedSteps] = Field(min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_single_plan(cls, data: Any) -> Any:
-        """Older versions wrote the plan itself."""
-        return data if isinstance(data, dict) and "plans" in data else {"plans": [{"first_step": 1, "plan": data}]}
 
 
 def place(

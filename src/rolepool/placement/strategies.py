@@ -96,11 +96,9 @@ def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list
     whole_nodes = wish.axis == "node"
     if wish.axis == "auto":
         whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
-    if whole_nodes:
-        name, wanted, most, unit, other = "actor_nodes", wish.actor_nodes, len(counts), "node", "gpu"
-    else:
-        name, wanted, unit, other = "actor_gpus_per_node", wish.actor_gpus_per_node, "GPU", "node"
-        most = max(counts) if wanted is None else min(counts)
+    name, unit, other = ("actor_nodes", "node", "gpu") if whole_nodes else ("actor_gpus_per_node", "GPU", "node")
+    wanted = wish.at(name)
+    most = len(counts) if whole_nodes else max(counts) if wanted is None else min(counts)
     if (wanted or 1) >= most:
         key = f"axis={unit.lower()}" if wanted is None else f"{name}={wanted}"
         taken = (f"all {most} {unit}s" if most > 1 else f"the only {unit}") + ("" if whole_nodes else " of a node")

@@ -5,7 +5,6 @@ Owns the fit and its uncertainty. Does not know operations, roles or placements.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.05, 0.02])
+PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.02, 0.03, 0.02])
 """What is assumed before anything is measured: how the time of typical work is divided among the features."""
-PRIOR_STD = np.array([0.3, 0.6, 0.1, 0.6, 0.1])
+PRIOR_STD = np.array([0.3, 0.6, 0.1, 0.3, 0.6, 0.1])
 """How unsure these shares are."""
 NOISE = 0.1
 """The relative noise of one recorded time that the first fit assumes."""
@@ -39,10 +38,11 @@ class Work(NamedTuple):
     num_attended: float = 0.0
 
     def features(self, num_ranks: int) -> list[float]:
-        """What its time depends on. The last two stand for collectives: the data that each rank exchanges, and the
-        rounds of messages."""
-        exchanged, rounds = (num_ranks - 1) / num_ranks, log2(num_ranks)
-        return [*self, self.num_pieces * exchanged, self.num_pieces * rounds]
+        """What its time depends on. The last three stand for collectives: that there are any, the data that each rank
+        exchanges, and the rounds of messages. Sharded models are gathered and reduced around a ring of ranks, which
+        takes one round less than there are ranks."""
+        is_shared, exchanged, rounds = num_ranks > 1, (num_ranks - 1) / num_ranks, num_ranks - 1
+        return [*self, *(self.num_pieces * each for each in (is_shared, exchanged, rounds))]
 
 
 class Seconds(NamedTuple):

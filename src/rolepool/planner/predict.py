@@ -155,17 +155,23 @@ class Predictor:
         parallel = {spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None}
         for key in parallel:
             if config.at(key) not in (measured := {one.config.at(key) for one in recordings}):
-                sizes = ", ".join(map(str, sorted(measured)))
+                known = ", ".join(map(str, sorted(measured)))
                 raise ConfigError(
-                    f"{key}={config.at(key)}: the profile has measured only {sizes}; record a run with it"
+                    f"{key}={config.at(key)}: the profile has measured only {known}; record a run with it"
                 )
         if not any(rows.live for rows in self.profile.rows.values()):
             what = "the work inside of operations (micro-batches, decode steps, tokens) was not recorded"
             notes.append(f"{what}, so how their time depends on it is assumed")
         sizes_seen = {pool.world_size for one in recordings for pool in one.plan.pools.values()}
-        if len(sizes_seen) == 1 and any(pool.world_size not in sizes_seen for pool in plan.pools.values()):
-            what = f"all pools of the profile have {min(sizes_seen)} rank{'s' * (min(sizes_seen) > 1)}"
+        smallest, largest = min(sizes_seen), max(sizes_seen)
+        sizes = sorted({pool.world_size for pool in plan.pools.values()} - sizes_seen)
+        outside = [str(size) for size in sizes if not smallest <= size <= largest]
+        if outside and smallest == largest:
+            what = f"all pools of the profile have {smallest} rank{'s' * (smallest > 1)}"
             notes.append(f"{what}, so the cost of collectives was not measured")
+        elif outside:
+            what = f"the profile has pools of {smallest} to {largest} ranks"
+            notes.append(f"{what}; times of other sizes ({', '.join(outside)}) are extrapolated")
         num_nodes = max(len(pool.counts_by_node) for pool in plan.pools.values())
         if num_nodes > max(len(pool.counts_by_node) for one in recordings for pool in one.plan.pools.values()):
             notes.append("the network between nodes was not measured")
@@ -178,8 +184,11 @@ class Predictor:
     def _rate(self, plan: Plan, change: float = 0.0, efficiency: float | None = None) -> Rate | None:
         """How fast pools work at the same time. None if no pool slows another one down."""
         if plan.sharing_pools:
-            known = self._efficiency.get(plan.mps) if efficiency is None else efficiency
-            return partial(_shared_rate, plan, 1 + change if known is None else known)
+            if efficiency is None and plan.mps in self._efficiency:
+                efficiency = self._efficiency[plan.mps]
+            elif efficiency is None:  # not measured: as with or without MPS, if that was measured, or without a loss
+                efficiency = self._efficiency.get(not plan.mps, 1.0) + change
+            return partial(_shared_rate, plan, efficiency)
         if plan.device == "cpu" and self.num_cores is not None and _most_processes(plan, plan.pools) > self.num_cores:
             return partial(_core_rate, plan, self.num_cores)
         return None

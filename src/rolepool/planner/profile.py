@@ -107,20 +107,24 @@ class Profile:
             if operation == SYNC and len(homes) > 1:
                 between[step].append(span)
                 continue
-            ranks = ranks_of(one.config, one.plan, span.role, span.pool, operation)
-            tokens = num_rows if span.pool == DRIVER else span.num_tokens
             of_rows = num_rows if span.pool == DRIVER else span.num_rows
-            counted = [part for part in span.parts if has_work and part.name != "fetch"]
-            rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
-            observed = [(part.name, Work(*part[2:]), part.seconds) for part in counted]
-            for name, work, seconds in [*observed, (REST, Work(1, tokens), rest_s)]:
-                self._seen[operation, name].append((work, ranks, seconds))
+            works = _works_of(span, num_rows, has_work)
+            for name, work, _ in works:
                 total = rows.totals[operation, name]
                 for index, amount in enumerate((0, *work)):
                     total[index] += amount
-            for name in {part.name for part in counted} | {REST}:
+            for name in {name for name, *_ in works}:
                 rows.totals[operation, name][0] += of_rows
             rows.num_calls[operation] += 1
+        for (_, operation, _), of_call in calls.items():
+            if operation == SYNC and len(homes) > 1:
+                continue
+            last = max(of_call, key=lambda span: span.end_s)  # a call takes as long as its slowest rank
+            ranks = ranks_of(one.config, one.plan, last.role, last.pool, operation)
+            start_s = min(span.start_s for span in of_call)
+            for name, work, seconds in _works_of(last, num_rows, has_work):
+                waited_s = last.start_s - start_s if name == REST else 0.0
+                self._seen[operation, name].append((work, ranks, seconds + waited_s))
         for of_step in between.values():
             took_s = max(span.end_s for span in of_step) - min(span.start_s for span in of_step)
             ranks = one.plan.pool_of(Role.Actor).world_size
@@ -188,6 +192,15 @@ class Profile:
             tokens += num_steps * max(1.0, running)
             attended += num_steps * max(1.0, running) * part.num_attended / part.num_tokens * longer
         return Work(steps, tokens, attended)
+
+
+def _works_of(span: Span, num_rows: int, has_parts: bool) -> list[tuple[str, Work, float]]:
+    """The parts of a call on a rank: their names, work and seconds. The driver's work is in proportion to the rows of
+    the whole batch."""
+    counted = [part for part in span.parts if has_parts and part.name != "fetch"]
+    rest_s = max(0.0, span.duration_s - sum(part.seconds for part in counted))
+    rest = Work(1, num_rows if span.pool == DRIVER else span.num_tokens)
+    return [*((part.name, Work(*part[2:]), part.seconds) for part in counted), (REST, rest, rest_s)]
 
 
 def ranks_of(config: Config, plan: Plan, role: str, pool: str, operation: str) -> int:

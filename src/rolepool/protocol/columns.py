@@ -99,13 +99,9 @@ def describe(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def same_value(a: Any, b: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN equals NaN.
-
-    `around` has the ids of the pairs of containers that these two values are in. If a container is inside of itself,
-    the comparison ends there.
-    """
-    if a is b or (id(a), id(b)) in around:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN equals NaN."""
+    if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if (a.layout, a.dtype) != (b.layout, b.dtype):
@@ -116,17 +112,16 @@ def same_value(a: Any, b: Any, around: frozenset[tuple[int, int]] = frozenset())
             return a.shape == b.shape
         a, b = a.cpu(), b.cpu()  # 0.0 equals -0.0
         return (a.is_floating_point() or a.is_complex()) and bool(((a == b) | ((a != a) & (b != b))).all())
-    around |= {(id(a), id(b))}
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.dtype.hasobject:
-            return all(same_value(one, other, around) for one, other in zip(a.flat, b.flat, strict=True))
+            return all(map(same_value, a.flat, b.flat))
         return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key], around) for key in a)
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        return all(same_value(one, other, around) for one, other in zip(a, b, strict=True))
+        return all(map(same_value, a, b))
     try:
         return bool(a == b) or bool(a != a and b != b)
     except (TypeError, ValueError, RuntimeError):  # a tensor or array and something else

@@ -444,12 +444,7 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
-        parts = self.non_tensor_batch, self.meta_info
-        try:
-            parts = copy.deepcopy(parts, memo)
-        except RecursionError:  # an array that contains itself: numpy copies it without end, and pickle does not
-            parts = encode(parts).decode()
-        return type(self)(batch, *parts)
+        return type(self)(batch, *copy.deepcopy((self.non_tensor_batch, self.meta_info), memo))
 
     def __repr__(self) -> str:
         columns = {key: operations.describe(column) for key, column in self.columns().items()}

@@ -17,7 +17,6 @@ What does not travel: the device (CUDA tensors arrive on the CPU), `requires_gra
 Does not know Ray, or what the tensors mean.
 """
 
-import ctypes
 import functools
 import io
 import json
@@ -29,7 +28,6 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +50,6 @@ Buffer = npt.NDArray[np.uint8]
 # The first mapping of a memory reads /proc, which takes about 1 ms, and more in a process with CUDA. A copy of fewer
 # bytes than this is faster.
 MIN_MAPPED_BYTES = 2**20
-FILE_FORMAT = "rolepool.DataProto 2"
 
 
 # --- the picklable form -------------------------------------------------------------------------------------------
@@ -64,8 +61,6 @@ class Encoded:
 
     pickled: bytes
     buffers: list[Buffer]
-    is_column: bool = False
-    """Whether the value is itself a tensor or a numeric array, and does not just contain some."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,30 +68,7 @@ class Encoded:
 
     def decode(self) -> Any:
         """The value. Nobody else sees what is written to its tensors and arrays."""
-        return decode_all([self])[0]
-
-
-def decode_all(values: Sequence[Encoded], *, to_copy: bool = False) -> list[Any]:
-    """Decode several values of one message, and map its shared memory only once.
-
-    With `to_copy`, columns are views of the message itself: the caller must not write to them, and must copy them
-    while it holds the message.
-    """
-    views = [to_copy and value.is_column for value in values]
-    own = [buffer for value, is_view in zip(values, views, strict=True) if not is_view for buffer in value.buffers]
-    private = iter(make_private(own))
-    decoded = []
-    for value, is_view in zip(values, views, strict=True):
-        buffers = map(_view, value.buffers) if is_view else islice(private, len(value.buffers))
-        decoded.append(pickle.loads(value.pickled, buffers=buffers))  # noqa: S301  # from our own processes
-    return decoded
-
-
-def _view(buffer: Buffer) -> Buffer:
-    """The same memory as a writable array, because torch warns about others."""
-    if not buffer.nbytes:
-        return buffer.copy()
-    return np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data))
+        return pickle.loads(self.pickled, buffers=map(make_private, self.buffers))  # noqa: S301  # from our own processes
 
 
 def encode(value: Any) -> Encoded:
@@ -112,8 +84,7 @@ def encode(value: Any) -> Encoded:
         if isinstance(error.__cause__, RecursionError):
             raise DataError("cannot be sent: a DataProto contains itself, or the value is nested too deeply") from None
         raise
-    is_column = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
-    return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers], is_column)
+    return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -163,7 +134,7 @@ class _PrivateMapping(mmap.mmap):
     """A copy-on-write mapping of a part of shared memory. It is unmapped when the last array on it is gone."""
 
     memory: _SharedMemory
-    owners: list[Buffer]  # pins the shared object; without it the pages would be given to other objects
+    owner: Buffer  # pins the shared object; without it the pages would be given to other objects
 
 
 _living: weakref.WeakSet[_PrivateMapping] = weakref.WeakSet()
@@ -173,36 +144,29 @@ _SHARED_LINE = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*)", re
 _MAP_NORESERVE = 0x4000  # Linux; only the pages that get written will need memory
 
 
-def make_private(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Buffers with the same bytes that may be written to without another process or a later read seeing it.
+def make_private(buffer: Buffer) -> Buffer:
+    """The same bytes, which may be written to without another process or a later read seeing it.
 
-    Large read-only buffers may be shared memory. Those of one message are parts of one object: they are mapped again
-    together, copy-on-write. The others are copied.
+    A large read-only buffer may be shared memory. It is mapped again, copy-on-write. All others are copied.
     """
-    shared = [buffer for buffer in buffers if buffer.nbytes >= MIN_MAPPED_BYTES and not buffer.flags.writeable]
-    mapped = dict(zip(map(id, shared), _copy_on_write(shared), strict=True)) if shared else {}
-    return [mapped[id(buffer)] if id(buffer) in mapped else buffer.copy() for buffer in buffers]
-
-
-def _copy_on_write(buffers: list[Buffer]) -> list[Buffer]:
-    """The buffers, mapped again together. If that is not possible, they are copied."""
-    addresses = [buffer.ctypes.data for buffer in buffers]
-    low = min(addresses) // mmap.PAGESIZE * mmap.PAGESIZE
-    high = max(address + buffer.nbytes for address, buffer in zip(addresses, buffers, strict=True))
+    start, end = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+    if buffer.nbytes < MIN_MAPPED_BYTES or buffer.flags.writeable:
+        return buffer.copy()
+    first_page = start // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        memory = _memory_at(low, high)
-        path, offset = _path_of(memory), low - memory.start + memory.offset
+        memory = _memory_at(first_page, end)
+        path, offset = _path_of(memory), first_page - memory.start + memory.offset
         if _file_at(path) != memory.file:
-            raise OSError("their file cannot be opened a second time")
+            raise OSError("its file cannot be opened a second time")
         with Path(path).open("rb") as file:
-            mapping = _PrivateMapping(file.fileno(), high - low, mmap.MAP_PRIVATE | _MAP_NORESERVE, offset=offset)
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            mapping = _PrivateMapping(file.fileno(), end - first_page, flags, offset=offset)
     except (OSError, ValueError) as error:
-        logger.debug("copying %d buffers, because they cannot be mapped copy-on-write: %s", len(buffers), error)
-        return [buffer.copy() for buffer in buffers]
-    mapping.memory, mapping.owners = memory, buffers
+        logger.debug("copying %d bytes, because they cannot be mapped copy-on-write: %s", buffer.nbytes, error)
+        return buffer.copy()
+    mapping.memory, mapping.owner = memory, buffer
     _living.add(mapping)
-    whole = np.frombuffer(mapping, np.uint8)
-    return [whole[address - low :][: buffer.nbytes] for address, buffer in zip(addresses, buffers, strict=True)]
+    return np.frombuffer(mapping, np.uint8)[start - first_page :]
 
 
 def _memory_at(low: int, high: int) -> _SharedMemory:
@@ -252,15 +216,12 @@ def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, A
 
     Tensors and numeric arrays are stored under `batch/KEY` and `arrays/KEY`, so that any safetensors reader finds them.
     A ragged column is stored as `batch/KEY/values` and `batch/KEY/offsets`. The file's metadata has everything else as
-    JSON. Pickle is never used.
+    JSON, under `arrays/KEY` and `meta_info/KEY`. Pickle is never used.
     """
     columns = {} if batch is None else dict(batch.items())
-    content: dict[str, Any] = {
-        "batch_size": None if batch is None else list(batch.batch_size),
-        "keys": [list(columns), list(arrays)],
-        "objects": {},
-        "meta_info": _as_json(meta_info, "meta_info"),
-    }
+    texts = {f"meta_info/{key}": _as_json(f"meta_info[{key!r}]", value) for key, value in meta_info.items()}
+    texts["keys"] = json.dumps([list(columns), list(arrays)])
+    texts["batch_size"] = json.dumps(None if batch is None else list(batch.batch_size))
     tensors: dict[str, torch.Tensor] = {}
     for key, column in {**columns, **arrays}.items():
         if is_ragged(column):
@@ -270,14 +231,14 @@ def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, A
         elif column.dtype.kind in "biuf":
             tensors[f"arrays/{key}"] = torch.from_numpy(column)
         else:
-            content["objects"][key] = _as_json(column.tolist(), f"non_tensor_batch[{key!r}]")
+            texts[f"arrays/{key}"] = _as_json(f"non_tensor_batch[{key!r}]", column)
     # Copies, because safetensors refuses two tensors in one storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     path = Path(filepath)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         try:
-            safetensors.torch.save_file(copies, temporary, {"format": FILE_FORMAT, "content": json.dumps(content)})
+            safetensors.torch.save_file(copies, temporary, texts)
         except (KeyError, ValueError) as error:
             raise DataError(f"{path}: a safetensors file cannot hold these tensors ({error})") from None
 
@@ -290,37 +251,34 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
-            content = json.loads(file.metadata()["content"])
-    except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+            texts = {name: json.loads(text) for name, text in file.metadata().items()}
+        names, array_names = texts["keys"]
+    except (safetensors.SafetensorError, AttributeError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a file that save_to_disk wrote: {error}") from error
-    columns, objects, batch_size = {}, content["objects"], content["batch_size"]
-    for key in content["keys"][0]:
+    columns = {}
+    for key in names:
         if f"batch/{key}" in tensors:
             columns[key] = tensors[f"batch/{key}"]
         else:
             columns[key] = ragged_from_parts(tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"])
-    arrays = {
-        key: np.fromiter(objects[key], object) if key in objects else tensors[f"arrays/{key}"].numpy()
-        for key in content["keys"][1]
-    }
-    return None if batch_size is None else TensorDict(columns, batch_size), arrays, content["meta_info"]
+    arrays = {}
+    for key in array_names:
+        name = f"arrays/{key}"
+        arrays[key] = tensors[name].numpy() if name in tensors else np.fromiter(texts[name], object)
+    meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
+    batch_size = texts["batch_size"]
+    return None if batch_size is None else TensorDict(columns, batch_size), arrays, meta_info
 
 
-def _as_json(value: Any, name: str, around: tuple[int, ...] = ()) -> Any:
-    """The value as JSON can hold it. Numbers of numpy become Python's, and tuples and arrays become lists.
+def _as_json(name: str, value: Any) -> str:
+    """The value as JSON. Numbers and arrays of numpy become those of Python."""
 
-    `around` has the ids of the containers that the value is in.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if id(value) in around:
-        raise DataError(f"{name} is inside of itself, which a JSON file cannot hold")
-    inside = (*around, id(value))
-    if isinstance(value, dict):
-        return {str(key): _as_json(item, f"{name}[{key!r}]", inside) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_as_json(item, f"{name}[{number}]", inside) for number, item in enumerate(value)]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    kind = type(value)
-    raise DataError(f"{name} is a {kind.__module__}.{kind.__qualname__}, which a JSON file cannot hold")
+    def plain(inside: Any) -> Any:
+        if isinstance(inside, np.generic | np.ndarray):
+            return inside.tolist()
+        raise TypeError(f"it contains a {type(inside).__module__}.{type(inside).__qualname__}")
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} cannot be written as JSON: {error}") from None

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rolepool.errors import DataError, WorkerError
+from rolepool.errors import DataError
 from rolepool.metrics import Span
 from rolepool.protocol.columns import merge_meta_info
 from rolepool.protocol.data import DataProto, batch_to_tensordict
-from rolepool.protocol.encoding import Encoded, decode_all, encode
+from rolepool.protocol.encoding import Encoded, encode
 
 RowNumbers = npt.NDArray[np.int64]
 Keys = frozenset[str] | None
@@ -54,12 +55,6 @@ class Reply(NamedTuple):
     def maker(self) -> str:
         """The process and method that replied, for messages."""
         return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
-
-    def error(self, problem: str, **more: Any) -> WorkerError:
-        """An error about the process that replied."""
-        span = self.span
-        where: dict[str, Any] = {"pool": span.pool, "role": span.role, "rank": span.rank, "node": span.node}
-        return WorkerError(problem, method=span.method, **where, **more)
 
 
 def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
@@ -119,9 +114,7 @@ def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, f
     parts = []
     for index in used:
         header, encoded = headers[index], headers[index].small | stored.get(index, {})
-        to_copy = len(used) > 1  # because the parts are then joined
-        columns = dict(zip(names, decode_all([encoded[name] for name in names], to_copy=to_copy), strict=True))
-        part = DataProto.from_columns(columns, header.batch_size, {})
+        part = DataProto.from_columns({name: encoded[name].decode() for name in names}, header.batch_size, {})
         inside = rows[part_of_row == index] - (ends[index] - header.num_rows)
         parts.append(pick_rows(part, inside) if len(part) == header.num_rows else part)
     joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
@@ -279,14 +272,8 @@ def replies_of(calls: Iterable[Pending], timeout_s: float | None) -> list[Reply]
     return [reply for call in calls for reply in call.replies(timeout_s)]
 
 
-def collect_first(results: list[Any]) -> Any:
-    """The result of the only rank."""
-    return results[0]
-
-
-def collect_list(results: list[Any]) -> list[Any]:
-    """The results in rank order."""
-    return results
+collect_first = itemgetter(0)
+"""The result of the only rank."""
 
 
 def collect_batches(results: list[Any]) -> Any:

@@ -121,14 +121,12 @@ def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
-    _, low, high, verdict = ratio
-    if verdict == "more":
-        return f"{name} is {ratio.value:.2f}x slower than {first}, {low:.2f} to {high:.2f} with 95% confidence"
-    speed = f"{1 / ratio.value:.2f}x"
-    interval = f"{1 / high:.2f} to {1 / low:.2f} with 95% confidence"
-    if verdict == "less":
-        return f"{name} is {speed} faster than {first}, {interval}"
-    return f"no difference can be seen between {name} and {first}: {speed} as fast, {interval}"
+    times = (ratio.value, ratio.low, ratio.high)
+    factor, low, high = times if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    interval = f"{low:.2f} to {high:.2f} with 95% confidence"
+    if ratio.verdict == "within noise":
+        return f"no difference can be seen between {name} and {first}: {factor:.2f}x as fast, {interval}"
+    return f"{name} is {factor:.2f}x {'slower' if ratio.verdict == 'more' else 'faster'} than {first}, {interval}"
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
@@ -267,9 +265,6 @@ def run_placements(
     names = chain([name], (f"{name}_{number}" for number in count(2)))
     home = next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
     home.mkdir(parents=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
-            signal.signal(number, _terminate)
     folders, failures = [], []
     for name, placement in placements.items():
         folder, log = home / name, home / f"{name}.log"
@@ -301,21 +296,23 @@ def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping
 
 
 def _wait_for(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit code. Passes every Ctrl-C on to the child, and raises it here after the child has ended.
+    """The child's exit code. Passes every signal that would end this process on to the child, as Ctrl-C, and raises it
+    here after the child has ended.
 
     The child is in its own process group, so it does not receive Ctrl-C from the terminal as well.
     """
-    interrupted: type[KeyboardInterrupt] | None = None
-    while child.returncode is None:
-        try:
-            child.wait()
-        except KeyboardInterrupt as interrupt:
-            interrupted = type(interrupt)
-            child.send_signal(signal.SIGINT)
-    if interrupted is not None:
-        raise interrupted("the training run has ended too")
-    return child.returncode
+    received: list[int] = []
 
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        child.send_signal(signal.SIGINT)
 
-def _terminate(*signal_and_frame: object) -> None:
-    raise Terminated
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    used = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, pass_on) for number in used}
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if received:
+        raise (KeyboardInterrupt if received[0] == signal.SIGINT else Terminated)("the training run has ended too")
+    return code

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
-from string import Formatter
 from typing import Any, NamedTuple
 
 from rolepool.metrics.sampling import pool_use
@@ -122,16 +121,10 @@ def find(run: Run, summary: Summary, predicted: Sequence[Prediction] = ()) -> li
     return [Finding(disturbed, {"step_s": summary.step_s}), *found] if disturbed else found
 
 
-class Texts(Formatter):
-    """Fills in the texts of `tables.yaml`."""
-
-    def format_field(self, value: Any, form: str) -> Any:
-        return duration(value) if form == "duration" else super().format_field(value, form)
-
-
 def _finding(kind: str, numbers: dict[str, float], *overrides: str, gain_s: float = 0.0, **more: Any) -> Finding:
     """A finding whose text contains these numbers, and more."""
-    return Finding(Texts().format(TABLES.findings[kind], **numbers, **more), numbers, overrides, gain_s)
+    words = {name: duration(value) if name.endswith("_s") else value for name, value in numbers.items()}
+    return Finding(TABLES.findings[kind].format(**words, **more), numbers, overrides, gain_s)
 
 
 def duration(seconds: float) -> str:
@@ -158,7 +151,7 @@ def outside_load(run: Run) -> str | None:
     if slow.token_s < SLOWER * fast.token_s or slow.use > LESS_USE * fast.use:
         return None
     factor = slow.token_s / fast.token_s
-    return Texts().format(TABLES.findings["outside_load"], slow=slow, fast=fast, factor=factor)
+    return TABLES.findings["outside_load"].format(slow=slow, slow_s=duration(slow.step_s), fast=fast, factor=factor)
 
 
 def _periods(run: Run) -> list[Period]:

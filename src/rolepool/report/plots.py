@@ -1,20 +1,22 @@
 """How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
 
-One colour for each operation, in every plot and on every page. The colours of operations and series are those of Okabe
-and Ito, which colour-blind readers can tell apart; the others are greys and tints. matplotlib and numpy are imported
+One colour for each operation, in every plot of a run and on every page, and one for each run in plots of several runs.
+The colours of operations and series are those of Okabe and Ito, which colour-blind readers can tell apart; the others
+are greys and tints. matplotlib and numpy are imported
 only when a figure is made; matplotlib's global state is not used.
 """
 
 from __future__ import annotations
 
 import csv
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rolepool.files import atomic_path
 from rolepool.placement.roles import OPERATIONS
@@ -34,9 +36,10 @@ LEGEND_WIDTH = 20
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
-    """Known operations in the order of a step, which is also the order of legends; then the others by name."""
+    """Known operations, or the metrics of their times, in the order of a step, which is also the order of legends; then
+    the others by name."""
     order = {name: place for place, name in enumerate(OPERATIONS)}
-    return sorted(operations, key=lambda name: (order.get(name, len(order)), name))
+    return sorted(operations, key=lambda name: (order.get(name.removeprefix(TIMING), len(order)), name))
 
 
 def colors_for(names: Iterable[str]) -> dict[str, str]:
@@ -56,11 +59,8 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
     logs = read_logs(paths)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    keys = sorted({key for metrics in logs.values() for key in metric_names(metrics)})
-    operations = in_step_order(key.removeprefix(TIMING) for key in keys if key.startswith(TIMING))
-    timings = [f"{TIMING}{operation}" for operation in operations]
-    tokens = [key for key in keys if key.startswith("timing_per_token_ms/")]
-    memory = [key for key in keys if key.startswith("perf/max_memory_") or key.endswith("/peak_memory_gb")]
+    keys = in_step_order({key for metrics in logs.values() for key in metric_names(metrics)})
+    means = {name: mean_times(metrics) for name, metrics in logs.items()}
     written = [folder / "timing_metrics.csv"]
     # One line for each step. A cell is empty if the step does not have that number.
     with atomic_path(written[0]) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
@@ -70,16 +70,13 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             for step, row in metrics.items():
                 writer.writerow([csv_text(name), step, *(row.get(key, "") for key in keys)])
     with style():
-        figures = {
-            "overview": _overview(logs),
-            "timings": _small_multiples(logs, dict.fromkeys(timings, "s")),
-            "time_per_token": _small_multiples(logs, dict.fromkeys(tokens, "ms per token")),
-            "throughput": _small_multiples(logs, {key: unit for key, unit in TABLES.units.items() if key != REWARD}),
-            "memory": _small_multiples(logs, dict.fromkeys(memory, "GiB")),
-        }
-        if timings and len(logs) > 1:
+        figures = {"overview": _overview(logs)}
+        for name, patterns in TABLES.figures.items():
+            units = {key: unit for pattern, unit in patterns.items() for key in fnmatch.filter(keys, pattern)}
+            figures[name] = _small_multiples(logs, units)
+        if any(means.values()) and len(logs) > 1:
             figures["comparison"] = comparison = new_figure(3.6)
-            grouped_bars(comparison.subplots(), {name: mean_times(metrics) for name, metrics in logs.items()})
+            grouped_bars(comparison.subplots(), means)
         for name, figure in figures.items():
             if figure is not None:
                 written.append(folder / f"{name}.png")
@@ -139,7 +136,7 @@ def _overview(logs: Mapping[str, MetricsByStep]) -> Figure | None:
                 axes.sharey(all_axes[timed[0]])
             _stack(axes, panel, logs[panel], operations)
         else:
-            _lines(axes, logs, panel, TABLES.units[panel])
+            _lines(axes, logs, panel, {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}[panel])
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
     return figure
 
@@ -198,26 +195,21 @@ def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]
 
 
 def grouped_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
-    """Mean seconds by run and operation: a group of bars for each operation, with ratios to the first run."""
-    from matplotlib.patches import Patch
-
+    """Mean seconds by run and operation: a group of bars for each operation, with ratios to the first run. A run has
+    the colour of its lines in other plots."""
     operations = _operations({name for means in times.values() for name in means})
-    colors = {**colors_for(operations), "step": "#333333"}
     width = 0.84 / len(times)
     first = next(iter(times.values()))
-    handles = []
-    for index, (run, means) in enumerate(times.items()):
+    for index, (color, (run, means)) in enumerate(zip(cycle(TABLES.series_colors), times.items(), strict=False)):
         names = [name for name in operations if name in means]
         places = [operations.index(name) + (index - (len(times) - 1) / 2) * width for name in names]
-        look: dict[str, Any] = {"hatch": TABLES.hatches[index % len(TABLES.hatches)], "edgecolor": "white"}
         heights = [means[name] for name in names]
-        bars = axes.bar(places, heights, width * 0.94, color=[colors[name] for name in names], linewidth=0, **look)
+        bars = axes.bar(places, heights, width * 0.94, color=color, label=fill(run, LEGEND_WIDTH))
         if index:
             ratios = [f"×{means[name] / first[name]:.2f}" if first.get(name) else "" for name in names]
             axes.bar_label(bars, ratios, fontsize=7, rotation=90 if len(times) > 2 else 0)
-        handles.append(Patch(facecolor="#8C8C8C", label=fill(run, LEGEND_WIDTH), **look))
     axes.set_xticks(range(len(operations)), ["_\n".join(name.rsplit("_", 1)) for name in operations], fontsize=8)
     axes.set_ylabel("mean time (s)")
     axes.margins(x=0.02, y=0.12)
     axes.grid(axis="y")
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times), handlelength=2.4)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times))

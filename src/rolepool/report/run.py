@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import yaml
-from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, create_model
+from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import event_kind
+from rolepool.metrics.run_folder import event_kind, event_lines
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
@@ -26,6 +26,11 @@ T = TypeVar("T")
 
 TIMING = "timing_s/"
 """The metric of an operation's time is this prefix and the operation's name."""
+
+TAIL_BYTES = 2**15
+"""How much of the end of metrics.jsonl `sampled_lines` reads."""
+NUM_SAMPLES = 80
+"""Lines that it reads from the rest of a long file."""
 
 MetricsByStep = dict[int, dict[str, float]]
 """The metrics of each step by name, in the order of steps."""
@@ -63,8 +68,6 @@ class Run:
     """The metrics of a validation are included in those of its step."""
     monitor: list[Sample]
     skipped: dict[str, int]
-    files: Sequence["JsonLines[Any]"] = ()
-    """The files of metrics, spans and samples."""
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -109,37 +112,20 @@ class Run:
         planned = "" if self.plan is None else self.plan.device
         return "CPU slot" if ({recorded.span.device for recorded in self.spans} or {planned}) == {"cpu"} else "GPU"
 
-    def read_new(self) -> None:
-        """Read what was written since the last call."""
-        self.read_plans()
-        found: list[list[Any]] = []
-        for file in self.files:
-            with explained(f"{file.path}: cannot be read", "give a run folder with readable files"):
-                found.append(list(file.read_new()))
-            if num_skipped := file.num_unreadable + file.is_cut_off:
-                self.skipped[file.path.name] = num_skipped
-        rows, spans, samples = found
-        for row in rows:
-            self.add_row(row)
-        self.metrics = dict(sorted(self.metrics.items()))
-        self.spans += spans
-        self.monitor += samples
-
-    def add_row(self, row: Row) -> None:
-        if not isinstance(row, Event):
-            step, metrics = row
-            self.metrics.setdefault(step, {}).update(metrics)
-        elif row not in self.events:  # a resumed run has written it again
-            self.events.append(row)
-
-    def read_plans(self) -> None:
-        """Read plan.json, which is replaced when the run moves."""
-        history = self.read_whole("plan.json", PlanHistory.model_validate_json)
-        self.plans = history.plans if history is not None else self.plans
+    def read_lines(
+        self, name: str, read: Callable[[bytes], T], lines_of: Callable[[Path], Iterable[bytes]]
+    ) -> Iterator[T]:
+        """What is in some lines of a file. Lines that cannot be read are counted in `skipped`."""
+        path = self.folder / name
+        with explained(f"{path}: cannot be read", "give a run folder with readable files"):
+            for line in lines_of(path) if path.is_file() else ():
+                try:
+                    yield read(line)
+                except ValueError:
+                    self.skipped[name] = self.skipped.get(name, 0) + 1
 
     def read_whole(self, name: str, read: Callable[[bytes], T]) -> T | None:
         """What is in a small file of the run folder; None if the file does not exist or cannot be read."""
-        self.skipped.pop(name, None)
         try:
             return read((self.folder / name).read_bytes()) if (self.folder / name).is_file() else None
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -147,16 +133,49 @@ class Run:
             return None
 
 
-def read_run(folder: str | Path, last_bytes: float = math.inf) -> Run:
+def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
+    """The lines of a file; only those in its last bytes if it is longer. The last line may be incomplete."""
+    with path.open("rb") as file:
+        start = int(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the rest of a line
+        yield from file
+
+
+def sampled_lines(path: Path) -> Iterator[bytes]:
+    """The restarts in metrics.jsonl, some lines that are spread over a long file, and the lines at its end."""
+    yield from event_lines(path.parent, "restart")
+    with path.open("rb") as file:
+        tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+        for offset in range(0, tail, tail // NUM_SAMPLES + 1):
+            file.seek(offset)
+            if offset:
+                file.readline(TAIL_BYTES)  # the rest of a line
+            yield file.readline(TAIL_BYTES)
+    # Not a line that is being written.
+    yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
+
+
+def read_run(
+    folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Callable[[Path], Iterator[bytes]] = last_lines
+) -> Run:
     """Read a run folder. Raises ConfigError if the folder is not one.
 
-    `last_bytes` limits how much is read of spans and samples: only the end of a longer file.
+    `last_bytes` limits how much is read of spans and samples: only the end of a longer file. With `sampled_lines` as
+    `lines_of_metrics`, only some of the metrics are read, too.
     """
     run = open_run(folder)
-    samples = JsonLines(run.folder / "monitor.jsonl", read_sample, last_bytes)
-    spans = JsonLines(run.folder / "spans.jsonl", read_span, last_bytes)
-    run.files = (JsonLines(run.folder / "metrics.jsonl", read_row), spans, samples)
-    run.read_new()
+    end_of = partial(last_lines, last_bytes=last_bytes)
+    run.spans = list(run.read_lines("spans.jsonl", read_span, end_of))
+    run.monitor = list(run.read_lines("monitor.jsonl", read_sample, end_of))
+    for row in run.read_lines("metrics.jsonl", read_row, lines_of_metrics):
+        if not isinstance(row, Event):
+            step, metrics = row
+            run.metrics.setdefault(step, {}).update(metrics)
+        elif row not in run.events:  # a resumed run has written it again
+            run.events.append(row)
+    run.metrics = dict(sorted(run.metrics.items()))
     return run
 
 
@@ -167,8 +186,9 @@ def open_run(folder: str | Path) -> Run:
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
     run = Run(folder, folder.resolve().name, {}, [], [], {}, [], {})
-    run.config = run.read_whole("config.yaml", lambda text: _Config.validate_python(yaml.safe_load(text))) or {}
-    run.read_plans()
+    run.config = run.read_whole("config.yaml", lambda text: _Object.validate_python(yaml.safe_load(text))) or {}
+    history = run.read_whole("plan.json", PlanHistory.model_validate_json)
+    run.plans = history.plans if history is not None else []
     return run
 
 
@@ -215,54 +235,13 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-class JsonLines(Generic[T]):
-    """A file with one JSON object in each line, which can be read repeatedly while it grows.
-
-    With `last_bytes`, only that much of the end of a long file is read at first.
-    """
-
-    def __init__(self, path: Path, read: Callable[[bytes], T], last_bytes: float = math.inf) -> None:
-        self.path = path
-        self.num_unreadable = 0
-        self.is_cut_off = False
-        """Whether the last line is incomplete."""
-        self._read = read
-        self._last_bytes = last_bytes
-        self._inode = self._offset = 0
-
-    def read_new(self) -> Iterator[T]:
-        """The lines that were added since the last call; all lines if a resumed run has replaced the file."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = status.st_ino, int(max(0, status.st_size - self._last_bytes))
-                if self._offset:  # at the start of a line
-                    file.seek(self._offset - 1)
-                    self._offset += len(file.readline()) - 1
-            file.seek(self._offset)
-            for line in file:
-                self.is_cut_off = not line.endswith(b"\n")
-                if self.is_cut_off:
-                    return
-                self._offset += len(line)
-                try:
-                    yield self._read(line)
-                except ValueError:
-                    self.num_unreadable += 1
-
-
 # One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.
 
 _types = {"step": int, "operation": str, **get_type_hints(Span)}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
-_fields = {name: (get_type_hints(Event)[name], Event._field_defaults.get(name, ...)) for name in Event._fields[2:]}
-_event: Any = (create_model("_Event", **_fields), Field(validation_alias=AliasChoices("restart", "move")))
-_EventLine = create_model("_EventLine", step=(int, ...), event=_event)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
-_Config = TypeAdapter(dict[str, Any])
+_Event, _Object = TypeAdapter(Event), TypeAdapter(dict[str, Any])
 read_sample = partial(TypeAdapter(Sample).validate_json, strict=True)
 
 
@@ -276,13 +255,14 @@ def read_span(line: bytes) -> Recorded:
 
 def read_row(line: bytes) -> Row:
     if kind := event_kind(line):
-        fields = vars(_EventLine.model_validate_json(line))
-        return Event(kind, fields["step"], **vars(fields["event"]))
-    row = _Row.validate_json(line)
-    step = row.pop("step", math.nan)
+        row = _Object.validate_json(line)
+        known = {**row, "kind": kind, **_Object.validate_python(row.get(kind))}
+        return _Event.validate_python({name: known[name] for name in Event._fields if name in known})
+    metrics = _Row.validate_json(line)
+    step = metrics.pop("step", math.nan)
     if not step.is_integer():
         raise ValueError("has no step")
-    return int(step), row
+    return int(step), metrics
 
 
 # Console logs

@@ -10,7 +10,6 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,19 +22,14 @@ from urllib.parse import parse_qs
 import psutil
 
 from rolepool.errors import ConfigError, RolepoolError, one_line
-from rolepool.metrics.run_folder import event_lines
 from rolepool.report import compare as comparison
-from rolepool.report.run import TIMING, Run, finite_values, open_run, parts_of, read_row, read_run, value_at
+from rolepool.report.run import TIMING, Run, finite_values, parts_of, read_run, sampled_lines, value_at
 from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
-TAIL_BYTES = 2**15
-"""How much of the end of metrics.jsonl the list reads."""
-NUM_SAMPLES = 80
-"""Rows that the list reads from the rest of metrics.jsonl."""
 REPORT_BYTES = 2**25
 """How much of the end of spans and samples a report reads."""
 MAX_COMPARED = 8
@@ -69,28 +63,10 @@ def find_runs(root: Path) -> dict[str, Path]:
 @lru_cache(maxsize=MAX_FOLDERS)
 def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
     """The run with the metrics that the list shows. The result is kept until the signature of its files changes."""
-    run = open_run(folder)
-    for line in dict.fromkeys([*sample_lines(folder / "metrics.jsonl"), *event_lines(folder, "restart")]):
-        try:
-            run.add_row(read_row(line))
-        except ValueError:
-            run.skipped["metrics.jsonl"] = run.skipped.get("metrics.jsonl", 0) + 1
+    run = read_run(folder, 0, sampled_lines)
     for step, row in run.metrics.items():
         run.metrics[step] = {name: row[name] for name in SHOWN_METRICS if name in row}
     return run
-
-
-def sample_lines(path: Path) -> Iterator[bytes]:
-    """The lines at the end of a file, after some lines that are spread over the rest of a long file."""
-    if path.is_file():
-        with path.open("rb") as file:
-            tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
-            for offset in [*range(0, tail, tail // NUM_SAMPLES + 1), tail]:
-                file.seek(offset)
-                if offset:
-                    file.readline(TAIL_BYTES)  # the rest of a line
-                text = file.read(TAIL_BYTES) if offset == tail else file.readline(TAIL_BYTES)
-                yield from text[: text.rfind(b"\n") + 1].splitlines()  # without a line that is being written
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:

@@ -12,14 +12,12 @@ class Tables(Section):
     """The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
     curves: dict[str, Items[str]]
     """The charts of the report page: the title, and patterns of the metrics in it."""
-    units: dict[str, str]
-    """Metrics of the plots `overview` and `throughput`."""
+    figures: dict[str, dict[str, str]]
+    """The plots with a panel for each metric: patterns of the metrics, and their units."""
     series_colors: Items[str]
-    """Colours of lines that are no operations (runs, pools, GPUs), used in this order and then repeated."""
-    hatches: Items[str]
-    """Patterns that tell runs apart if colours already tell operations apart."""
+    """Colours of lines and bars that are no operations (runs, pools, GPUs), used in this order and then repeated."""
     findings: dict[str, str]
-    """The text of each kind of finding. `duration` after a colon writes seconds in a unit that needs no exponent."""
+    """The text of each kind of finding. Names that end with `_s` stand for seconds with their unit."""
 
 
 TABLES = read_table(Path(__file__).with_suffix(".yaml"), Tables)

@@ -1,6 +1,6 @@
 """A run in the terminal, while it trains in another terminal or after it has ended.
 
-Reads only what was added to the files of the run folder, and only the end of long files. While the run trains, the view
+Reads only the end of long files, and some of the earlier metrics. While the run trains, the view
 shows what runs now, from `state.json`. Otherwise it shows the last step that was recorded, from its spans.
 """
 
@@ -22,13 +22,13 @@ from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, parts_of, read_run
+from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines
 from rolepool.terminal import Terminal
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
-LAST_BYTES = 2**21
-"""How much of the end of a long file is read at first."""
+LAST_BYTES = 2**20
+"""How much of the end of spans and samples is read."""
 SILENT_S = 30.0
 """A run that has written nothing for longer may have ended."""
 SHORT_S = 3.0
@@ -38,41 +38,30 @@ LANE_WIDTH = 78
 
 def watch(folder: str | Path, *, once: bool) -> None:
     """Show a run until it ends or Ctrl-C. Prints one frame if `once` is set or the output is not a terminal."""
-    watched = WatchedRun(folder)
-    console = Terminal()
+    watched, console = WatchedRun(folder), Terminal()
     if once or not console.is_terminal:
         console.print(watched.frame())
         return
     with contextlib.suppress(KeyboardInterrupt), Live(watched.frame(), console=console, auto_refresh=False) as live:
         while not watched.run.is_finished:
             time.sleep(1.0)
-            watched.update()
+            watched = WatchedRun(folder)
             live.update(watched.frame(), refresh=True)
 
 
 class WatchedRun:
-    """A run folder and what was read from it so far."""
+    """A run as it is now."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.run = read_run(folder, LAST_BYTES)
+        self.run = read_run(folder, LAST_BYTES, sampled_lines)
+        self.current = parts_of(self.run)[-1]
         self._utilization: dict[str, list[str]] = {}
-        self.update()
-
-    def update(self) -> None:
-        """Read what was added, and keep the spans of the last steps."""
-        self.run.read_new()
-        last = max((recorded.step for recorded in self.run.spans), default=0)
-        self.run.spans = [recorded for recorded in self.run.spans if recorded.step >= last - 1]
         for sample in self.run.monitor:
             for pool, (percent, gib) in pool_use(sample).items():
                 self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
-        self.run.monitor.clear()
-        self.current = parts_of(self.run)[-1]
-        self.state: State | None = None
-        with contextlib.suppress(OSError, ValueError):  # there is none, or another version wrote it
-            state = TypeAdapter(State).validate_json((self.run.folder / "state.json").read_bytes())
-            if time.time() - state.time_s < SILENT_S and not self.run.is_finished:
-                self.state = state
+        state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
+        is_current = state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
+        self.state = state if is_current else None
 
     def _recent(self, name: str) -> list[float]:
         """Values of the steps with the current placement."""

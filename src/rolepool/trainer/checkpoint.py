@@ -18,6 +18,9 @@ from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
 from rolepool.trainer.step import Roles, TrainedCalls
 
+Source = Path | Mapping[str, Path]
+"""The folder of a checkpoint, or the folders of a snapshot on each node, by node id."""
+
 
 class Position(BaseModel):
     """The state of a run between two steps, without the models."""
@@ -93,8 +96,8 @@ class Checkpoints:
             if key is not None and (keep := self._config.at(key)) is not None:
                 model_files.remove_old(self._folder.path, role, keep)
 
-    def load(self, trained: Mapping[str, TrainedCalls], folder: Path | Mapping[str, Path]) -> None:
-        """Load a checkpoint into these roles. A snapshot has a folder on each node, by node id."""
+    def load(self, trained: Mapping[str, TrainedCalls], folder: Source) -> None:
+        """Load a checkpoint or a snapshot into these roles."""
         loads = []
         for name, role in trained.items():
             if isinstance(folder, Path):

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from rolepool.cluster import Cluster, LiveState, Prepared, next_call_number
+from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, one_line
@@ -33,14 +33,14 @@ from rolepool.protocol import DataProtoFuture
 from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import Checkpoints, Position
+from rolepool.trainer.checkpoint import Checkpoints, Position, Source
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
 from rolepool.trainer.rebalance import Rebalancer
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
-from rolepool.trainer.step import StepCalls
+from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
 
 logger = logging.getLogger(__name__)
@@ -133,11 +133,8 @@ class Trainer:
     def run(self) -> None:
         """Train until the last step. Resumes from a checkpoint if there is one."""
         with self.interrupt.watch(), self.folder.hold():
-            saved, position = self.checkpoints.find() or (None, None)
-            if position is not None:
-                self.loader.load_state_dict(position.data)
-                self.estimator.kl_controller.load_state_dict(position.kl_controller)
-                self.start_step = position.step
+            saved, position = self.checkpoints.find() or (None, self._position(0))
+            self.start_step = position.step
             resumes_here = saved is not None and saved.resolve().parent == (self.folder.path / "checkpoints").resolve()
             if not resumes_here:
                 self.folder.check_is_ours()
@@ -159,17 +156,17 @@ class Trainer:
                 return
             self._last_row = self.start_step
             try:
-                self._run(saved, after_step=self.start_step if resumes_here else None)
+                self._run(saved, position, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
                 remove_unfinished(self.folder.path)
 
-    def _run(self, saved: Path | None, after_step: int | None) -> None:
+    def _run(self, saved: Path | None, position: Position, after_step: int | None) -> None:
         """Start the processes, then train. An earlier run is not touched before everything has started."""
         if self.save_freq < 0 and not self.config.trainer.val_only:
             lost = "if the driver is killed, all its steps are lost"
             self.observer.on_notice(f"no checkpoint will be saved (trainer.save_freq=-1): {lost}")
         with ExitStack() as cleanup:
-            self._start(saved, cleanup)
+            self._start(saved, position, cleanup)
             if after_step is None or not self.config.trainer.val_only:  # a validation is added to its run
                 aside = self.folder.begin(after_step)
                 if aside is not None:
@@ -179,20 +176,20 @@ class Trainer:
                 self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
-                self.folder.add_restart(step, self.death.what, self.start_step + 1, time.time() - self.death.time_s)
+                seconds = time.time() - self.death.time_s
+                self.folder.add_event("restart", step, self.death.what, seconds, repeated_from_step=self.start_step + 1)
             cleanup.callback(self.loggers.close)
             self.loggers.start(self.folder.path)
-            self.live = LiveState(self.cluster.groups, lambda text: self.folder.write("state.json", text))
-            cleanup.callback(self.live.stop)
+            self.watchdog.begin("starting")
             cleanup.callback(self._end_move, "the run has ended")
             self._train()
 
-    def _start(self, saved: Path | None, cleanup: ExitStack) -> None:
+    def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
         for attempt in count(1):
             with ExitStack() as started:
                 try:
-                    self._start_once(saved, started)
+                    self._start_once(saved, position, started)
                 except WorkerError as error:
                     if not error.is_death or attempt > self.config.trainer.max_restarts:
                         raise
@@ -201,7 +198,7 @@ class Trainer:
                 cleanup.push(started.pop_all())
                 return
 
-    def _start_once(self, saved: Path | None, started: ExitStack) -> None:
+    def _start_once(self, saved: Path | None, position: Position, started: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
@@ -219,8 +216,15 @@ class Trainer:
             self.checkpoints.check_folder_is_shared(self.roles)
         if saved is not None:
             self.observer.on_notice(f"resuming from step {self.start_step} ({saved})")
-            self.checkpoints.load(self.roles.trained, saved)
-        for call in self.roles.sync_weights(self.start_step):
+        self._load(self.roles.trained, saved, position)
+
+    def _load(self, trained: Mapping[str, TrainedCalls], source: Source | None, position: Position) -> None:
+        """Load a saved state, if there is one, into these roles and the driver. The rollout gets its weights, too."""
+        if source is not None:
+            self.checkpoints.load(trained, source)
+        self.loader.load_state_dict(position.data)
+        self.estimator.kl_controller.load_state_dict(position.kl_controller)
+        for call in self.roles.sync_weights(position.step):
             call.get()
 
     def _build_roles(self) -> None:
@@ -262,7 +266,7 @@ class Trainer:
 
     def _begin_step(self, number: int) -> None:
         """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
-        self._begin(f"step {number}")
+        self.watchdog.begin(f"step {number}")
         epoch = self.loader.epoch
         prompts = repeated(self.loader.next_batch(), self.config.actor_rollout_ref.rollout.n)
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
@@ -329,13 +333,13 @@ class Trainer:
         for what, pools in deaths:
             replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
             self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
-            self.folder.add_restart(step + 1, what, step + 1, seconds, pools)
+            self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
         return step
 
     def _restore(self, pools: list[str]) -> int | None:
         """Replace the processes that died, and load the last state that is complete. Returns its step; None if there is
         none. Adds the names of the pools that have new processes to `pools`."""
-        self._begin("replacing processes")
+        self.watchdog.begin("replacing processes")
         if self.cluster.has_all_nodes:
             pools += self.cluster.repair()
         else:
@@ -349,11 +353,7 @@ class Trainer:
             return None
         folder, position = found
         self._unfinished = None
-        self.checkpoints.load(self.roles.trained, folder)
-        self.loader.load_state_dict(position.data)
-        self.estimator.kl_controller.load_state_dict(position.kl_controller)
-        for call in self.roles.sync_weights(position.step):
-            call.get()
+        self._load(self.roles.trained, folder, position)
         self.monitors.watch()
         return position.step
 
@@ -419,7 +419,7 @@ class Trainer:
         if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
             self._end_move(move.problem or "the request was taken back")
             return
-        self._begin("move")
+        self.watchdog.begin("move")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
         saved = None
@@ -433,7 +433,7 @@ class Trainer:
             self._change_over(move, move.prepared, saved, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
-            self.folder.add_move(number + 1, what, seconds, list(move.prepared.processes))
+            self.folder.add_event("move", number + 1, what, seconds, list(move.prepared.processes), after_step=number)
             self.rebalancer.has_moved(number + 1, seconds)
             self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
             answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
@@ -450,9 +450,7 @@ class Trainer:
         source = saved or folders
         if source is None:
             raise WorkerError(f"the snapshot of step {number} was lost during a move", is_death=True)
-        self.checkpoints.load(new, source)
-        for call in self.roles.sync_weights(number):
-            call.get()
+        self._load(new, source, self._position(number))
         self.monitors.watch()
 
     def _end_move(self, reason: str) -> None:
@@ -469,18 +467,13 @@ class Trainer:
             self._save(number)
         return checkpoint_folder(self.folder.path, number) if self.saved_step == number else None
 
-    def _begin(self, what: str) -> None:
-        """Say to the files and threads that show it what the run does from now on."""
-        self.live.begin(what)
-        self.watchdog.begin(what)
-
     def _validate(self, number: int) -> None:
         if self.val_prompts is None or self.validated_step >= number:
             return
         keys = self.config.trainer
         if not self.interrupt.in_steps:
             self.observer.on_phase("validating")
-        self._begin(f"validation after step {number}")
+        self.watchdog.begin(f"validation after step {number}")
         metrics, samples, spans = validate(self.config, self.roles, self.val_prompts, self.tokenizer)
         self.folder.add_spans(Recorded(number, "testing", span) for span in spans)
         if keys.validation_data_dir is not None:
@@ -492,7 +485,7 @@ class Trainer:
         self.validated_step = number
 
     def _save(self, number: int) -> None:
-        self._begin(f"checkpoint of step {number}")
+        self.watchdog.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number
