@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
 from rolepool.config.functions import import_object
+from rolepool.config.model_keys import MultiTurnConfig
 from rolepool.data import tools
 from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
 from rolepool.data.tools import Outcome
@@ -92,6 +93,9 @@ class Generate:
     conversation: int
     seed: int
     max_response_length: int
+    turns: MultiTurnConfig
+    template_options: Mapping[str, Any]
+    """The options of the chat template."""
 
     def has_room(self, trajectory: Trajectory) -> bool:
         """Whether the model can sample another token: data.max_response_length limits all that follows the prompt."""
@@ -294,6 +298,8 @@ class Conversations:
     processes: Sequence[tools.ToolProcess]
     limits: tuple[int, int]
     """The largest numbers of tokens of a prompt and of everything after it."""
+    turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, engine: Engine, sampling: Sampling, rows: Sequence[Row], seeds: Sequence[int]) -> list[Trajectory]:
         """The trajectory of each row, which has this seed. It does not depend on the order in which tools answer."""
@@ -305,7 +311,8 @@ class Conversations:
         try:
             async with asyncio.TaskGroup() as group:
                 for number, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                    generate = Generate(queue, self.tokenizer, number, seed, self.limits[1])
+                    options = (self.limits[1], self.turns, self.template_options)
+                    generate = Generate(queue, self.tokenizer, number, seed, *options)
                     tasks.append(group.create_task(self._one(row, generate)))
                 group.create_task(queue.serve(tasks))
         except ExceptionGroup as failed:
@@ -338,9 +345,8 @@ def conversations_of(config: Config) -> Conversations | None:
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
     tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
     processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]
-    return Conversations(
-        rollout, tokenizer, processes, (config.data.max_prompt_length, config.data.max_response_length)
-    )
+    limits, turns = (config.data.max_prompt_length, config.data.max_response_length), config.actor_rollout_ref.rollout
+    return Conversations(rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config))
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
