@@ -101,6 +101,12 @@ class Generate:
         """Whether the model can sample another token: data.max_response_length limits all that follows the prompt."""
         return len(trajectory.token_ids) < self.max_response_length
 
+    def is_over(self, trajectory: Trajectory) -> bool:
+        """Whether a limit of the config ends the conversation after its last turn."""
+        num_turns, keys = trajectory.num_turns, self.turns
+        is_last = num_turns == keys.max_assistant_turns or num_turns - 1 == keys.max_user_turns
+        return is_last or not self.has_room(trajectory)
+
     async def __call__(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> Completion:
         """Sample the next turn and add it to the trajectory. If it has no room, the turn has no tokens."""
         if not self.has_room(trajectory):
@@ -159,16 +165,14 @@ class ToolLoop:
         observation = await instance.call(tools.RESET, {**row["extra_info"], **columns})
         if isinstance(observation.value, str):
             trajectory.prompt_ids = self._prompt_ids(row, observation.value, generate.tokenizer)
-        num_answers, is_ready = 0, observation.error is None
+        is_ready = observation.error is None
         while True:
             text = generate.text_of(await generate(trajectory, keys.max_turn_tokens))
-            is_last = trajectory.num_turns == keys.max_assistant_turns or num_answers == keys.max_user_turns
-            if is_last or not is_ready or not generate.has_room(trajectory):
+            if not is_ready or generate.is_over(trajectory):
                 break
             messages = [self._message(name, outcome) for name, outcome in await self._call_tools(text, instance)]
             if not messages:
                 break
-            num_answers += 1
             trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], self._options))
         if self._reward_arguments is not None:
             arguments = dict.fromkeys(self._reward_arguments, text)
@@ -289,11 +293,14 @@ class _Queue:
                 await self._changed.wait()
 
 
+RolloutFunction = Callable[[Row, Generate], Awaitable[Trajectory]]
+
+
 @dataclass(frozen=True)
 class Conversations:
     """Runs an environment for the rows of a batch."""
 
-    rollout: Callable[[Row, Generate], Awaitable[Trajectory]]
+    rollout: RolloutFunction
     tokenizer: PreTrainedTokenizerBase
     processes: Sequence[tools.ToolProcess]
     limits: tuple[int, int]

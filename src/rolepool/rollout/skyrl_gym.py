@@ -4,7 +4,7 @@ Owns what an environment of skyrl-gym gets and returns: its arguments, messages,
 in tool processes, and its state travels with each call. Does not know any environment.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ import skyrl_gym
 from rolepool.data.prompts import render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError
-from rolepool.rollout.environments import Generate, Row, Trajectory, added_tokens
+from rolepool.rollout.environments import Generate, RolloutFunction, Row, Trajectory, added_tokens
 
 
-def rollout_of(environment: str, **arguments: Any) -> Callable[[Row, Generate], Awaitable[Trajectory]]:
+def rollout_of(environment: str, **arguments: Any) -> RolloutFunction:
     """The rollout function of the environment that is registered under this id. Its constructor gets `extras` and these
     arguments."""
     skyrl_gym.spec(environment)  # raises an error if there is none
@@ -42,7 +42,7 @@ async def _converse(name: str, arguments: dict[str, Any], row: Row, generate: Ge
     the environment ends it, too, and gives the turn no reward."""
     if isinstance(row["prompt"], str):
         raise DataError(f"{row['origin']}: environments of skyrl-gym need a list of messages as prompt; write one")
-    trajectory, turns = Trajectory(list(row["prompt_ids"])), generate.turns
+    trajectory = Trajectory(list(row["prompt_ids"]))
     instance = _Instance(partial(skyrl_gym.make, name, extras=_extras(row, generate), **arguments), generate)
     started = await instance.call(trajectory, "init", row["prompt"])
     if started.error is None and started.value[0] != row["prompt"]:
@@ -50,11 +50,10 @@ async def _converse(name: str, arguments: dict[str, Any], row: Row, generate: Ge
         trajectory.prompt_ids = next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
     rewards: list[float] = []
     while generate.has_room(trajectory):
-        text = generate.text_of(await generate(trajectory, turns.max_turn_tokens))
+        text = generate.text_of(await generate(trajectory, generate.turns.max_turn_tokens))
         step = started if started.error else await instance.call(trajectory, "step", text)
         rewards.append(0.0 if step.error else float(step.value["reward"]))
-        is_last = trajectory.num_turns == turns.max_assistant_turns or trajectory.num_turns - 1 == turns.max_user_turns
-        if step.error or step.value["done"] or is_last:
+        if step.error or step.value["done"] or generate.is_over(trajectory):
             break
         messages = step.value["observations"]
         trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], generate.template_options))
