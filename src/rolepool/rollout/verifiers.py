@@ -5,6 +5,7 @@ server, on loopback and with a token, and how messages are written after sampled
 """
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -37,12 +38,10 @@ class ChatRenderer(DefaultRenderer):  # type: ignore[misc]
 
     config_class = DefaultRendererConfig
 
-    def bridge_to_next_turn(
-        self, prompt_ids: list[int], completion_ids: list[int], messages: Any, *, tools: Any = None
-    ) -> RenderedTokens:
+    def bridge_to_next_turn(self, prompt: list[int], completion: list[int], messages: Any, *, tools: Any = None) -> Any:
         options = {**(self.config.model_extra or {}), **({"tools": tools} if tools else {})}
         added = added_tokens(self._tokenizer, messages, "a message of verifiers", options)
-        before, roles = [*prompt_ids, *completion_ids], [message["role"] for message in messages]
+        before, roles = [*prompt, *completion], [message["role"] for message in messages]
         owners = [-1] * len(before) + [len(messages) - 1] * len(added)
         return RenderedTokens(token_ids=before + added, message_indices=owners, message_roles=roles)
 
@@ -63,8 +62,7 @@ class _Conversation:
             before = [*trajectory.prompt_ids, *trajectory.token_ids]
             if token_ids[: len(before)] != before:
                 raise web.HTTPBadRequest(text="the request changes earlier tokens; use another renderer")
-            if not before:
-                trajectory.prompt_ids = token_ids
+            trajectory.prompt_ids = trajectory.prompt_ids or token_ids
             trajectory.add(token_ids[len(before or token_ids) :])
             if self.generate.is_over(trajectory):
                 self.trace.stop("max_total_tokens")  # not an error: verifiers scores what there is
@@ -146,6 +144,8 @@ class _Host:
                 self.conversations.clear()
 
     async def _start(self, stack: AsyncExitStack) -> None:
+        for name in ("httpx", "aiohttp.access"):  # they log every request
+            logging.getLogger(name).setLevel(logging.WARNING)
         application = web.Application(client_max_size=2**30)
         application.add_routes([web.get("/v1/models", self._serve), web.post("/inference/v1/generate", self._serve)])
         runner = web.AppRunner(application, access_log=None)
