@@ -112,7 +112,7 @@ class Stories(vf.Taskset[Story, vf.TasksetConfig]):  # type: ignore[misc]
     """The prompt says what the harness does."""
 
     def load(self) -> list[Story]:
-        return [Story(vf.TaskData(prompt=prompt)) for prompt in ("a", "b", "c", "d", "e")]
+        return [Story(vf.TaskData(prompt=prompt)) for prompt in "abcdef"]
 
 
 class Player(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -124,7 +124,9 @@ class Player(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
 
         async def ask(client: httpx.AsyncClient, chat: list[Any]) -> Any:
-            body = {"model": ctx.model, "messages": chat}
+            function = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
+            tools = {"tools": [{"type": "function", "function": function}]} if data.prompt == "f" else {}
+            body = {"model": ctx.model, "messages": chat, **tools}
             answer = (await client.post("/chat/completions", json=body)).raise_for_status().json()
             return answer["choices"][0]["message"]
 
@@ -143,12 +145,12 @@ class Player(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-def rollout_for(demo: Demo, folder: Path, *keys: str, config: str = "") -> Any:
+def rollout_for(demo: Demo, folder: Path, *keys: str, config: str = "", renderer: Any = None) -> Any:
     """A rollout of the tasks and the harness of this file."""
     agent = "{'harness': {'id': 'test_verifiers'}, 'runtime': {'type': 'subprocess'}}"
     given = config or f"{{'taskset': {{'id': 'test_verifiers'}}, 'agent': {agent}}}"
     file = folder / f"{folder.name.replace('-', '_')}_rollout.py"
-    text = f"from rolepool.rollout.verifiers import rollout_of\nrollout = rollout_of({given})\n"
+    text = f"from rolepool.rollout.verifiers import rollout_of\nrollout = rollout_of({given}, {renderer})\n"
     file.write_text(text, encoding="utf-8")
     return make_rollout(demo, "rollout", f"environment.path={file}", f"{TURNS}.max_turn_tokens=2", *keys)
 
@@ -183,7 +185,7 @@ def test_an_episode_that_fails_has_score_0_and_is_counted(
 def test_two_requests_at_the_same_time_do_not_mix_their_tokens(
     demo: Demo, tmp_path: Path, sampled: dict[int, list[Completion]]
 ) -> None:
-    batch = rollout_for(demo, tmp_path).generate_sequences(rows(5)[4:]).batch
+    batch = rollout_for(demo, tmp_path).generate_sequences(rows(5)[4:5]).batch
     (turn,) = sampled[0]
     assert rows_of_responses(batch)[0].tolist() == turn.token_ids.tolist()
     assert (batch["environment_score"].tolist(), batch["num_tool_errors"].tolist()) == ([0.0], [1])
@@ -193,9 +195,20 @@ def test_what_keeps_a_conversation_from_starting_ends_the_run(demo: Demo, tmp_pa
     rollout = rollout_for(demo, tmp_path)
     with pytest.raises(RolepoolError, match=r"one agent must answer, for line 1; errors: .*no start"):
         rollout.generate_sequences(rows(5)[1:2])
-    with pytest.raises(RolepoolError, match=r"line 5: extra_info\.index=5: write a number below 5"):
-        rollout.generate_sequences(rows(6)[5:])
+    with pytest.raises(RolepoolError, match=r"line 6: extra_info\.index=6: write a number below 6"):
+        rollout.generate_sequences(rows(7)[6:])
     assert rollout.generate_sequences(rows(1)).batch["num_turns"].tolist() == [4], "it works after that"
+
+
+def test_tools_need_a_parser(demo: Demo, tmp_path: Path) -> None:
+    without, parsing = tmp_path / "without", tmp_path / "parsing"
+    for folder in (without, parsing):
+        folder.mkdir()
+    with pytest.raises(RolepoolError, match="one agent must answer, for line 5"):
+        rollout_for(demo, without).generate_sequences(rows(6)[5:])
+    chat = {"name": "custom", "import_path": "rolepool.rollout.verifiers.ChatRenderer", "tool_parser": "qwen3"}
+    batch = rollout_for(demo, parsing, renderer=chat).generate_sequences(rows(6)[5:]).batch
+    assert batch["environment_score"].tolist() == [4.0]
 
 
 def test_what_is_wrong_in_the_config_is_found_before_the_run(
