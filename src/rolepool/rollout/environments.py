@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
 from rolepool.config.functions import import_object
+from rolepool.config.model_keys import MultiTurnConfig
 from rolepool.data import tools
 from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
 from rolepool.data.tools import Outcome
@@ -100,10 +101,19 @@ class Generate:
     conversation: int
     seed: int
     max_response_length: int
+    turns: MultiTurnConfig
+    template_options: Mapping[str, Any]
+    """The options of the chat template."""
 
     def has_room(self, trajectory: Trajectory) -> bool:
         """Whether the model can sample another token: data.max_response_length limits all that follows the prompt."""
         return len(trajectory.token_ids) < self.max_response_length
+
+    def is_over(self, trajectory: Trajectory) -> bool:
+        """Whether a limit of the config ends the conversation after its last turn."""
+        num_turns, keys = trajectory.num_turns, self.turns
+        is_last = num_turns == keys.max_assistant_turns or num_turns - 1 == keys.max_user_turns
+        return is_last or not self.has_room(trajectory)
 
     async def __call__(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> Completion:
         """Sample the next turn and add it to the trajectory. If it has no room, the turn has no tokens."""
@@ -156,17 +166,15 @@ class ToolLoop:
         outcome = await instance.call(tools.RESET, {**row["extra_info"], **columns})
         if isinstance(outcome.value, str):
             trajectory.prompt_ids = self._prompt_ids(row, outcome.value, generate.tokenizer)
-        num_answers, is_ready = 0, outcome.error is None
+        is_ready = outcome.error is None
         while True:
             text = generate.text_of(await generate(trajectory, keys.max_turn_tokens))
-            is_last = trajectory.num_turns == keys.max_assistant_turns or num_answers == keys.max_user_turns
-            if is_last or not is_ready or not generate.has_room(trajectory):
+            if not is_ready or generate.is_over(trajectory):
                 break
             called = await self._call_tools(text, instance)
             messages = [self._message(name, trajectory.count(one)) for name, one in called]
             if not messages:
                 break
-            num_answers += 1
             trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], self._options))
         if self._reward_arguments is not None:
             if is_ready:
@@ -290,15 +298,20 @@ class _Queue:
                 await self._changed.wait()
 
 
+RolloutFunction = Callable[[Row, Generate], Awaitable[Trajectory]]
+
+
 @dataclass(frozen=True)
 class Conversations:
     """Runs an environment for the rows of a batch."""
 
-    rollout: Callable[[Row, Generate], Awaitable[Trajectory]]
+    rollout: RolloutFunction
     tokenizer: PreTrainedTokenizerBase
     processes: Sequence[tools.ToolProcess]
     limits: tuple[int, int]
     """The largest numbers of tokens of a prompt and of everything after it."""
+    turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, engine: Engine, sampling: Sampling, rows: Sequence[Row], seeds: Sequence[int]) -> list[Trajectory]:
         """The trajectory of each row, which has this seed. It does not depend on the order in which tools answer."""
@@ -310,7 +323,8 @@ class Conversations:
         try:
             async with asyncio.TaskGroup() as group:
                 for number, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                    generate = Generate(queue, self.tokenizer, number, seed, self.limits[1])
+                    options = (self.limits[1], self.turns, self.template_options)
+                    generate = Generate(queue, self.tokenizer, number, seed, *options)
                     tasks.append(group.create_task(self._one(row, generate)))
                 group.create_task(queue.serve(tasks))
         except ExceptionGroup as failed:
@@ -343,9 +357,8 @@ def conversations_of(config: Config) -> Conversations | None:
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
     tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
     processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]
-    return Conversations(
-        rollout, tokenizer, processes, (config.data.max_prompt_length, config.data.max_response_length)
-    )
+    limits, turns = (config.data.max_prompt_length, config.data.max_response_length), config.actor_rollout_ref.rollout
+    return Conversations(rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config))
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
