@@ -91,8 +91,9 @@ def test_the_parity_check_passes_in_16_bits(engine: str, demo: Demo, tmp_path: P
 def test_conversations_with_a_tool_are_trained(placement: str, demo: Demo, tmp_path: Path) -> None:
     turns = "actor_rollout_ref.rollout.multi_turn"
     words = [f"{turns}.enable=true", f"{turns}.max_assistant_turns=3", f"{turns}.max_turn_tokens=2"]
-    words += [f"{turns}.format=rolepool.data.demo_tools:parse_question"]
-    words += ["environment.name=rolepool.data.demo_tools:Lookup", *f"placement.strategy={placement}".split()]
+    module = "rolepool.recipes.environments.lookup"
+    words += [f"{turns}.format={module}:parse_question", f"environment.name={module}:Lookup"]
+    words += f"placement.strategy={placement}".split()
     rows = trained_rows(demo, tmp_path, *words)
     assert len(rows) == 2 and all(row["num_turns/mean"] >= 1 and row["num_tool_errors/max"] == 0 for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)

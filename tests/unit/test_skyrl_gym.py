@@ -20,10 +20,11 @@ skyrl_gym = pytest.importorskip("skyrl_gym", reason="the extra skyrl-gym is not 
 from skyrl_gym.envs.base_text_env import BaseTextEnv  # noqa: E402
 from skyrl_gym.tools import PythonCodeExecutorToolGroup  # noqa: E402
 
-from rolepool.rollout.skyrl_gym import rollout_of  # noqa: E402
+from rolepool.recipes.environments.skyrl_gym_rollout import rollout_of  # noqa: E402
 
 __all__ = ["demo"]
 TURNS = f"{HERE}.multi_turn"
+ADAPTER = "rolepool.recipes.environments.skyrl_gym_rollout"
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_example_of_the_page_trains_the_sampled_tokens_alone(
 def test_rows_name_an_environment_of_the_package(demo: Demo) -> None:
     """The model cannot write an answer to gsm8k, so it uses all its turns."""
     keys = ["environment.path=null", f"{TURNS}.max_turn_tokens=2", f"{TURNS}.max_assistant_turns=3"]
-    rollout = make_rollout(demo, "rolepool.rollout.skyrl_gym:rollout", *keys, response=200)
+    rollout = make_rollout(demo, f"{ADAPTER}:rollout", *keys, response=200)
     batch = rollout.generate_sequences(prompts(env_class="gsm8k_multi_turn")).batch
     assert batch["num_turns"].tolist() == [3] * NUM_ROWS
     assert batch["environment_score"].tolist() == [0.0] * NUM_ROWS
@@ -132,7 +133,7 @@ def test_the_limits_of_the_config_hold(demo: Demo, key: str, num_turns: int) -> 
 
 
 def test_an_unknown_environment_is_found_before_the_run(demo: Demo, tmp_path: Path) -> None:
-    text = "from rolepool.rollout.skyrl_gym import rollout_of\nrollout = rollout_of('absent')\n"
+    text = f"from {ADAPTER} import rollout_of\nrollout = rollout_of('absent')\n"
     (tmp_path / "my_absent.py").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="No registered env with id: absent"):
         make_rollout(demo, "rollout", f"environment.path={tmp_path / 'my_absent.py'}")

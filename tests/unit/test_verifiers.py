@@ -23,6 +23,7 @@ import httpx  # noqa: E402
 
 __all__ = ["Player", "Stories", "demo"]
 TURNS = f"{HERE}.multi_turn"
+ADAPTER = "rolepool.recipes.environments.verifiers_rollout"
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def rollout_for(demo: Demo, folder: Path, *keys: str, config: str = "", renderer
     agent = "{'harness': {'id': 'test_verifiers'}, 'runtime': {'type': 'subprocess'}}"
     given = config or f"{{'taskset': {{'id': 'test_verifiers'}}, 'agent': {agent}}}"
     file = folder / f"{folder.name.replace('-', '_')}_rollout.py"
-    text = f"from rolepool.rollout.verifiers import rollout_of\nrollout = rollout_of({given}, {renderer})\n"
+    text = f"from {ADAPTER} import rollout_of\nrollout = rollout_of({given}, {renderer})\n"
     file.write_text(text, encoding="utf-8")
     return make_rollout(demo, "rollout", f"environment.path={file}", f"{TURNS}.max_turn_tokens=2", *keys)
 
@@ -206,7 +207,7 @@ def test_tools_need_a_parser(demo: Demo, tmp_path: Path) -> None:
         folder.mkdir()
     with pytest.raises(RolepoolError, match="one agent must answer, for line 5"):
         rollout_for(demo, without).generate_sequences(rows(6)[5:])
-    chat = {"name": "custom", "import_path": "rolepool.rollout.verifiers.ChatRenderer", "tool_parser": "qwen3"}
+    chat = {"name": "custom", "import_path": f"{ADAPTER}.ChatRenderer", "tool_parser": "qwen3"}
     batch = rollout_for(demo, parsing, renderer=chat).generate_sequences(rows(6)[5:]).batch
     assert batch["environment_score"].tolist() == [4.0]
 

@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging as transformers_logging
 
 from rolepool.config.recipes import DEMO_MARKER
-from rolepool.data.demo_tools import LETTERS
 from rolepool.errors import ConfigError
 
 SEED = 1
+LETTERS = "abcdefgh"
 NUM_LETTERS_PER_PROMPT = 4
 NUM_VAL_PROMPTS = 256
 DATA_SOURCE = "position_match/next_letter"

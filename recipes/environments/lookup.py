@@ -9,7 +9,7 @@ from typing import Any
 from rolepool.seeds import derive_seed
 
 LETTERS = "abcdefgh"
-"""The words of the demo's prompts and answers."""
+"""The words of the demo's prompts."""
 
 
 def parse_question(text: str) -> list[tuple[str, dict[str, str]]]:
