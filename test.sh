@@ -57,7 +57,7 @@ old_cpu() {
 }
 
 # Two parts run side by side, because tests that start Ray often wait for it.
-for part in units clusters training_programs "trainings a-l" "trainings m-z" old_cpu; do
+for part in units clusters "trainings m-z" training_programs "trainings a-l" old_cpu; do
     while [ "$(jobs -rp | wc -l)" -ge 2 ]; do sleep 1; done
     $part &
 done
