@@ -45,7 +45,7 @@ def run(*keys: str) -> None:
     [
         ("gemma2", [PADDED, *ONE_RANK]),
         pytest.param("gemma3_text", SPLIT, marks=pytest.mark.slow),
-        ("qwen3_moe", ["trainer.n_gpus_per_node=2"]),
+        pytest.param("qwen3_moe", ["trainer.n_gpus_per_node=2"], marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_only_transformers_can_generate_with_is_trained(
