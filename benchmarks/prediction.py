@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Predictor
 from rolepool.planner.profile import Profile
 from rolepool.report.predicted import read_recordings
+from rolepool.report.run import read_run
 from rolepool.trainer.loop import Trainer
 from rolepool.trainer.paper import schedule_of
 
@@ -112,19 +114,19 @@ CPU_CASES = (
     Case(f"{SPLIT.format(6, 12)} actor_rollout_ref.actor.ppo_epochs=2"),
 )
 SMALL = "data.train_batch_size=128"
-LARGE_SHAPE = "placement.strategy=standard trainer.snapshot_freq=-1"  # whose first snapshots would take a minute
+NO_SNAPSHOTS = "placement.strategy=standard trainer.snapshot_freq=-1"
 GPU_PROFILES = (
     Case("placement.strategy=standard", shape="qwen2.5-0.5b"),
     Case(f"{SHARED} {SMALL}", shape="qwen2.5-0.5b"),
-    Case(f"{LARGE_SHAPE} {SMALL}", shape="qwen2.5-1.5b"),
+    Case(f"{NO_SNAPSHOTS} {SMALL}", shape="qwen2.5-1.5b"),
 )
 GPU_CASES = (
-    Case("placement.strategy=standard trainer.snapshot_freq=-1", shape="qwen2.5-0.5b"),
+    Case(NO_SNAPSHOTS, shape="qwen2.5-0.5b"),
     Case(f"placement.strategy=standard {SMALL}", shape="qwen2.5-0.5b"),
     Case(SHARED, shape="qwen2.5-0.5b"),
     Case(f"{SHARED} placement.mps=true", shape="qwen2.5-0.5b"),
-    Case(f"{LARGE_SHAPE} data.train_batch_size=64", shape="qwen2.5-1.5b"),
-    Case(LARGE_SHAPE, shape="qwen2.5-1.5b"),
+    Case(f"{NO_SNAPSHOTS} data.train_batch_size=64", shape="qwen2.5-1.5b"),
+    Case(NO_SNAPSHOTS, shape="qwen2.5-1.5b"),
 )
 TWO_PROFILES = (Case(STANDARD.format(2), (STANDARD.format(1),)), Case(f"{SPLIT.format(1, 2)} {LARGE} {SHORT}"))
 TWO_CASES = (
@@ -169,8 +171,9 @@ def keys_of(case: Case, models: dict[str, list[str]], *, on_gpu: bool) -> list[s
 
 def train(case: Case, keys: list[str], folder: Path, num_steps: int) -> float:
     """Train so many steps with each placement, unless the folder has such a run. Returns the seconds that it took."""
-    if folder.exists():
+    if folder.exists() and len(read_run(folder).metrics) >= num_steps * (1 + len(case.moves)):
         return 0.0
+    shutil.rmtree(folder, ignore_errors=True)  # a run that was cut off
     start_s = time.monotonic()
     total = [] if case.moves else [f"trainer.total_training_steps={num_steps}"]
     trainer = Trainer(load_config([], [*keys, *total, f"trainer.default_local_dir={folder}"]))

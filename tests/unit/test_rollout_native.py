@@ -22,26 +22,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import tiny_models
 from engine_contract import ROUNDING, check_weight_updates, forward_logits, largest_difference
 from rolepool.errors import ConfigError, DataError, RolepoolError
 from rolepool.rollout import Engine, NativeEngine, Request, Sampling, sample_seed
 from same_tokens import assert_same_completions, assert_same_tokens, token_ids
 
-VOCAB = 97
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.5,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+VOCAB = tiny_models.SIZES["vocab_size"]
+SIZES = {**tiny_models.SIZES, "initializer_range": 0.5, "tie_word_embeddings": False}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -140,6 +140,7 @@ class TrainedModel(DeviceModel):
         self._copying = self._copier.submit(copy)
 
     def wait_for_copies(self) -> None:
+        """Wait until the last `copy_later` has ended. Raises its error."""
         if self._copying is not None:
             self._copying.result()
 
