@@ -1,6 +1,6 @@
 """The rollout engines and `transformers.generate`, on responses of mixed length, one thread, in one run.
 
-    python benchmarks/generation.py [--rounds 3] [--requests 128] [--slots 64] [--device cpu]
+    python benchmarks/generation.py [--rounds 3] [--requests 128] [--slots 64] [--device cpu] [--vllm-python PYTHON]
 
 Requests have prompts of 16 to 48 tokens and end after 8 to 256 tokens each (no end token: the lengths stand for where
 one would come, and both sides produce exactly the same number of tokens that count). `generate` is run in two ways:
@@ -8,6 +8,9 @@ one would come, and both sides produce exactly the same number of tokens that co
 - "as they come": batches of --slots requests in the order given, each run to the longest of its batch. This is what
   it can do in training, where nobody knows the lengths beforehand. The goal, at least 2, is against this.
 - "sorted": the same, told the lengths in advance and sorted by them.
+
+vLLM takes part if the Python of its environment is given, with models whose heads have 32 numbers or more. Its CPU time
+is that of another process, so it is compared by the clock only.
 
 Prints the median of --rounds in tokens per second, and the ratios; by the clock, and by the process's own CPU time,
 which others on the machine disturb less. Rounds alternate between the ways.
@@ -18,10 +21,13 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch starts its threads
+os.environ["OMP_NUM_THREADS"] = "1"  # vLLM's process reads it
 
 import argparse
+import copy
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -30,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolepool.rollout import Engine, NativeEngine, Request, Sampling
 from rolepool.rollout.transformers_engine import TransformersEngine
+from rolepool.rollout.vllm_engine import VllmEngine
 
 MODELS = {
     "0.15M": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 3, "heads": (4, 2)},
@@ -100,11 +107,16 @@ def with_engine(engine: Engine, requests: list[Request]) -> None:
         assert len(completion.token_ids) == num_new(request)
 
 
-def make_engines(model: LlamaForCausalLM, num_slots: int) -> dict[str, Engine]:
-    return {
-        "native": NativeEngine(model, max_num_seqs=num_slots, max_num_batched_tokens=8192, shared_weights=True),
-        "transformers engine": TransformersEngine(model, num_slots, shared_weights=True),
-    }
+def make_engines(model: LlamaForCausalLM, num_slots: int, vllm_python: str | None, folder: str) -> dict[str, Engine]:
+    native = NativeEngine(model, max_num_seqs=num_slots, max_num_batched_tokens=8192, shared_weights=True)
+    engines: dict[str, Engine] = {"native": native}
+    engines["transformers engine"] = TransformersEngine(model, num_slots, shared_weights=True)
+    if vllm_python is not None and model.config.head_dim >= 32:
+        model.save_pretrained(folder)
+        arguments = {"model": folder, "dtype": "float32", "max_model_len": 512, "max_num_seqs": num_slots}
+        arguments |= {"enforce_eager": True, "enable_prefix_caching": False}
+        engines["vllm engine"] = VllmEngine(vllm_python, arguments, copy.deepcopy(model))
+    return engines
 
 
 def main() -> None:
@@ -113,11 +125,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="for example .venv-vllm/bin/python")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, sizes in MODELS.items():
         model = make_model(**sizes).to(options.device)  # type: ignore[arg-type]
-        engines = make_engines(model, options.slots)
+        folder = tempfile.TemporaryDirectory()
+        engines = make_engines(model, options.slots, options.vllm_python, folder.name)
         requests = make_requests(options.requests, model.config.vocab_size)
         by_length = sorted(requests, key=num_new)
         ways: dict[str, Callable[[], None]] = {
@@ -145,11 +159,14 @@ def main() -> None:
         wall = {way: statistics.median(took) for way, took in wall_s.items()}
         cpu = {way: statistics.median(took) for way, took in cpu_s.items()}
         for way in ways:
-            print(f"  {way:24} {num_tokens / wall[way]:8.0f} tok/s  {num_tokens / cpu[way]:8.0f} tok/CPU-s")
+            by_cpu = "" if way == "vllm engine" else f"{num_tokens / cpu[way]:8.0f} tok/CPU-s"
+            print(f"  {way:24} {num_tokens / wall[way]:8.0f} tok/s  {by_cpu}")
         for way in list(ways)[1:]:
-            by_wall, by_cpu = wall[way] / wall["native"], cpu[way] / cpu["native"]
-            goal = "; goal: at least 2" if way.endswith("come") else ""
-            print(f"  native is {by_wall:.2f} times as fast as {way} ({by_cpu:.2f} by CPU time{goal})", flush=True)
+            by_wall, by_cpu = wall[way] / wall["native"], f"{cpu[way] / cpu['native']:.2f} by CPU time"
+            more = "in another process" if way == "vllm engine" else by_cpu
+            more += "; goal: at least 2" if way.endswith("come") else ""
+            print(f"  native is {by_wall:.2f} times as fast as {way} ({more})", flush=True)
+        folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,11 @@ def check_engine(engine: Engine, model: nn.Module, requests: Sequence[Request], 
         assert_same_completions(model, requests, sampled, alone, together)
         assert_same_completions(model, requests, sampled, engine.generate(requests[::-1], sampled)[::-1], together)
 
+        # Turns that join a session say what one call says.
+        short = [dataclasses.replace(one, token_ids=one.token_ids[:9], max_new_tokens=6) for one in requests]
+        turns, said = in_turns(engine, short, sampled, len(short))
+        assert_same_completions(model, turns, sampled, said, engine.generate(turns, sampled))
+
     # An engine that sleeps does not generate, and generates the same when it wakes up.
     engine.sleep()
     with pytest.raises(RolepoolError, match="asleep"):
@@ -84,6 +90,27 @@ def check_engine(engine: Engine, model: nn.Module, requests: Sequence[Request], 
     engine.wake()
     for sampling in (sampled, greedy):
         check_weight_updates(engine, model, requests, sampling, tolerance)
+
+
+def in_turns(
+    engine: Engine, first: Sequence[Request], sampling: Sampling, num_rows: int
+) -> tuple[list[Request], list[Completion]]:
+    """The requests and completions of conversations of three turns in one session. A turn joins as soon as the one
+    before it has ended. Conversation 3 changes its earlier tokens."""
+    numbers, asked, ended = random.Random(1), dict[int, Request](), dict[int, Completion]()
+    first = [dataclasses.replace(request, conversation=index) for index, request in enumerate(first)]
+    longest = max(len(one.token_ids) + 3 * (one.max_new_tokens or sampling.max_new_tokens) for one in first) + 8
+    with engine.session(sampling, num_rows, longest) as session:
+        asked.update(zip(session.submit(first), first, strict=True))
+        while len(ended) < 3 * len(first):
+            for number, completion in session.step():
+                ended[number], request = completion, asked[number]
+                if len([one for one in asked.values() if one.conversation == request.conversation]) < 3:
+                    ids = [*request.token_ids, *completion.token_ids.tolist(), *numbers.choices(range(16), k=4)]
+                    ids[0] = (ids[0] + 1) % 16 if request.conversation == 3 else ids[0]
+                    turn = dataclasses.replace(request, token_ids=ids, seed=request.seed + 1)
+                    asked.update(zip(session.submit([turn]), [turn], strict=True))
+    return list(asked.values()), [ended[number] for number in asked]
 
 
 def _generated(model: Any, request: Request, sampling: Sampling) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tiny_models import write_model
 TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
+NEEDS_VLLM = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
 STALE_ENGINE = """
 from rolepool.rollout.transformers_engine import TransformersEngine
 
@@ -85,11 +88,26 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
 
 
 @pytest.mark.slow
+@NEEDS_VLLM
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["one pool", "two pools"])
+def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
+    """The demo's model has heads of 32 numbers, which vLLM needs."""
+    more = [*keys, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    more += ["trainer.total_training_steps=3", "actor_rollout_ref.rollout.calculate_log_probs=true", *NO_VALIDATION]
+    run(*small_keys(demo, tmp_path / "run", *more))
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_learns_under_the_transformers_engine(demo: Demo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+def test_the_demo_learns_under_another_engine(engine: str, demo: Demo, tmp_path: Path) -> None:
+    words = [f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
     page = (RECIPES.parent / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert f"rolepool train recipes/demo_split.yaml {TRANSFORMERS}\n" in page
-    run = start(demo, str(RECIPES / "demo_split.yaml"), TRANSFORMERS, f"trainer.default_local_dir={tmp_path}")
+    assert f"rolepool train recipes/demo_split.yaml {words[0]}\n" in page
+    run = start(demo, str(RECIPES / "demo_split.yaml"), *words, f"trainer.default_local_dir={tmp_path}")
     output, _ = run.communicate(timeout=900)
     assert run.returncode == 0, output
     held_out = [value for row in rows_of(tmp_path) for name, value in row.items() if name.startswith("val-core/")]

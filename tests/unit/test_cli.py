@@ -318,11 +318,11 @@ def test_config_of_a_section_explains_its_keys(rolepool: Rolepool) -> None:
 
 
 def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
-    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm")
+    outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=sglang")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
         "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; remove it",
-        "error: actor_rollout_ref.rollout.name=vllm: not implemented yet; set "
+        "error: actor_rollout_ref.rollout.name=sglang: not implemented yet; set "
         "actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine",
     ]
 

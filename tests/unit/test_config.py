@@ -96,6 +96,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "actor_rollout_ref.rollout": {
         "name": "native",
         "fallback": None,
+        "engine_kwargs.vllm": {},
+        "vllm_python": ".venv-vllm/bin/python",
         "parity_check": None,
         "parity_limit": None,
         "n": 1,
@@ -114,6 +116,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "calculate_log_probs": False,
         "max_num_seqs": 1024,
         "max_num_batched_tokens": 8192,
+        "multi_turn.enable": False,
+        "multi_turn.max_assistant_turns": None,
+        "multi_turn.max_turn_tokens": None,
+        "multi_turn.max_user_turns": None,
+        "multi_turn.max_tool_response_length": 256,
+        "multi_turn.format": "hermes",
         "val_kwargs.n": 1,
         "val_kwargs.temperature": 0,
         "val_kwargs.top_p": 1,
@@ -227,6 +235,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "rebalance": False,
         "rebalance_gain": 0.1,
     },
+    "environment": {"path": None, "name": None, "timeout_s": 10, "memory_gb": 1, "num_processes": 4},
     "ray_kwargs": {"ray_init.address": NOT_SAID, "ray_init.num_cpus": None},
 }
 EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() for name, default in keys.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ from rolepool.protocol import ragged
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine, transformers_engine
+from rolepool.rollout.vllm_engine import VllmEngine
 from tiny_models import SETTINGS, make_model, write_model
 
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
 SAMPLED = Sampling(1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=())
 
 
@@ -46,6 +49,23 @@ def test_the_native_engine_keeps_the_contract(model_type: str) -> None:
 def test_the_transformers_engine_keeps_the_contract(model_type: str) -> None:
     model = make_model(model_type)
     check_engine(TransformersEngine(copy.deepcopy(model), 4), model, make_requests())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tied: bool) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "tie_word_embeddings": tied}  # vLLM's heads have 32 numbers
+    folder = write_model(tmp_path, model_type, **sizes)
+    arguments = {"model": folder, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
+    engine = VllmEngine(str(VLLM_PYTHON), arguments, make_model(model_type, **sizes))
+    try:
+        # Its kernels for CPUs round more: 2.5e-4 was seen with temperature 0.7, top-k and top-p.
+        check_engine(engine, make_model(model_type, **sizes), make_requests(), tolerance=5e-4)
+    finally:
+        engine.close()
+    assert engine._process.returncode == 0, "it ends by itself"
 
 
 @pytest.mark.parametrize("model_type", sorted(SETTINGS))
@@ -140,12 +160,18 @@ def test_plan_names_the_engines_that_can_run_a_model(tmp_path: Path, rolepool: C
     assert shown.code == 0, shown.err
     text = " ".join(shown.out.split())
     assert "rollout engines for this model: transformers; the native rollout engine cannot run model_type" in text
+    assert "the vllm engine cannot take new weights of a model with experts" in text
     engines = json.loads(rolepool("plan", path, "--json").out)["engines"]
     assert [name for name, reason in engines.items() if reason is None] == ["transformers"]
-    refused = rolepool("plan", path)
-    assert refused.code == 2
-    assert "the native rollout engine cannot run model_type qwen3_moe" in refused.err
-    assert "set actor_rollout_ref.rollout.name=transformers" in refused.err
+    problems = {
+        "native": "the native rollout engine cannot run model_type qwen3_moe",
+        "vllm": "the vllm engine cannot take new weights of a model with experts",
+    }
+    for name, problem in problems.items():
+        refused = rolepool("plan", path, f"actor_rollout_ref.rollout.name={name}")
+        assert refused.code == 2
+        assert problem in refused.err
+        assert "set actor_rollout_ref.rollout.name=transformers" in refused.err
 
 
 def test_plan_refuses_models_that_no_engine_can_run(tmp_path: Path, rolepool: Callable[..., Any]) -> None:
@@ -169,10 +195,19 @@ def test_plan_refuses_packed_rows_of_models_that_would_mix_them(
     assert rolepool("plan", *words, f"{key}=false").code == 0
 
 
-def test_the_transformers_engine_does_not_split_a_model() -> None:
-    words = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.name=transformers"]
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_other_engines_do_not_split_a_model(engine: str) -> None:
+    words = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", f"actor_rollout_ref.rollout.name={engine}"]
+    problem, *_ = load_config([], words).why_not_trained()
+    assert f"tensor_model_parallel_size=2: the {engine} engine has all weights in one process" in problem
+
+
+def test_training_with_vllm_needs_its_environment(tmp_path: Path) -> None:
+    words = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={tmp_path}/python"]
     (problem,) = load_config([], words).why_not_trained()
-    assert "tensor_model_parallel_size=2: the transformers engine has all weights in one process" in problem
+    assert f"there is no actor_rollout_ref.rollout.vllm_python={tmp_path}/python; run scripts/setup_vllm.sh" in problem
+    (tmp_path / "python").touch()
+    assert load_config([], words).why_not_trained() == []
 
 
 def test_the_parity_check_is_on_for_other_engines_and_needs_the_actors_distribution() -> None:

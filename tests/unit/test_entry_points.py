@@ -33,7 +33,7 @@ def called(
     [
         ["trainer.nodes=2"],
         ["+trainer.nodes=2", "++critic.optim.lr=no"],
-        ["recipes/demo.yaml", "actor_rollout_ref.rollout.name=vllm"],
+        ["recipes/demo.yaml", "actor_rollout_ref.rollout.name=sglang"],
         ["nowhere.yaml"],
         ["~trainer.nnodes"],
         ["actor_rollout_ref.model.path=no/such/folder"],

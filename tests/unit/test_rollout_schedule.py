@@ -10,7 +10,7 @@ import torch
 from test_rollout_native import SAMPLED, make_engine, make_model, make_requests
 from torch import Tensor
 
-from engine_contract import check_weight_updates
+from engine_contract import check_weight_updates, in_turns
 from rolepool.rollout import Request, sample_seed
 from rolepool.rollout.decoder import Decoder, join_weights
 from rolepool.rollout.kv_cache import CacheShape, DecodeBatch, SlotCache
@@ -169,3 +169,17 @@ def test_steps_have_few_sizes_none_too_small_nor_much_too_large() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 30
     assert sizes[-1] == 1000
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("max_num_seqs", [2, 4, 64])
+def test_turns_that_join_a_session_at_any_time_say_what_one_call_says(name: str, max_num_seqs: int) -> None:
+    """With 2 and 4 rows the cache keeps fewer conversations than there are; one of them changes its earlier tokens."""
+    model, first = make_model(name), make_requests(max_new=(9, 1, 5, 14))
+    engine = make_engine(model, max_num_seqs=max_num_seqs)
+    requests, completions = in_turns(engine, first, SAMPLED, max_num_seqs)
+    expected = make_engine(model).generate(requests, SAMPLED)
+    assert_same_completions(model, requests, SAMPLED, completions, expected)

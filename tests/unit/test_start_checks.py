@@ -103,3 +103,29 @@ def test_a_hub_id_in_the_cache_counts_even_if_a_folder_has_the_name_of_its_owner
     cached.mkdir(parents=True)
     (cached / "config.json").write_text("{}")
     assert why_no_model(KEY, "org/name") is None
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("environment.path=nowhere.py environment.name=A", "environment.path=nowhere.py: cannot be imported"),
+        ("environment.path=FILE environment.name=B", "environment.name=B: there is no such environment in "),
+        ("environment.name=nowhere:A", "environment.name=nowhere:A: cannot be imported (ModuleNotFoundError"),
+        ("environment.path=FILE environment.name=A TURNS.format=nowhere:parse", "TURNS.format=nowhere:parse: cannot"),
+        ("environment.path=FILE environment.name=A ROLLOUT.tensor_model_parallel_size=2", "ROLLOUT.tensor_model_"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_one_line(
+    rolepool: Rolepool, tmp_path: Path, command: str, words: str, problem: str
+) -> None:
+    file = tmp_path / f"{tmp_path.name}.py"  # a module of its own in each test
+    file.write_text("class A:\n    def reset(self): ...\n\nB = 3\n")
+    names = {"FILE": str(file), "TURNS": "ROLLOUT.multi_turn"}
+    for name, text in {**names, "ROLLOUT": "actor_rollout_ref.rollout"}.items():
+        words, problem = words.replace(name, text), problem.replace(name, text)
+    given = [f"{KEY}=recipes/shapes/qwen2.5-0.5b", "actor_rollout_ref.rollout.multi_turn.enable=true", *words.split()]
+    outcome = rolepool(command, *given)
+    assert outcome.code == 2
+    found = [line for line in outcome.err.splitlines() if line.startswith(f"error: {problem}")]
+    assert len(found) == 1, outcome.err

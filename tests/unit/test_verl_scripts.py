@@ -62,6 +62,10 @@ def key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
+NO_VLLM = "actor_rollout_ref.rollout.vllm_python=/nowhere/python"
+"""Whether this machine has an environment with vLLM does not matter."""
+
+
 # The scripts
 
 
@@ -75,8 +79,8 @@ def test_a_script_can_be_planned_after_replacing_the_launcher(name: str) -> None
     words, (num_set, num_without_effect, refused) = SCRIPTS[name], TABLE[name]
     if refused:
         assert [problem.partition("=")[0] for problem in problems(*words)] == refused
-    loaded = load(*(word for word in words if key_of(word) not in refused))
-    assert (len(loaded.set_keys), len(loaded.without_effect)) == (num_set, num_without_effect)
+    loaded = load(*(word for word in words if key_of(word) not in refused), NO_VLLM)
+    assert (len(loaded.set_keys), len(loaded.without_effect)) == (num_set + 1, num_without_effect)
     # Each key is one that rolepool has, or one without effect.
     said = {setting.partition("=")[0] for setting in loaded.without_effect} | set(refused)
     assert {renamed(key_of(word)) for word in words} <= loaded.set_keys | said | {
@@ -86,7 +90,8 @@ def test_a_script_can_be_planned_after_replacing_the_launcher(name: str) -> None
     assert made.problems == []
     engine = loaded.config.actor_rollout_ref.rollout.name
     assert engine in ("vllm", "sglang", "trtllm")
-    assert any(f"actor_rollout_ref.rollout.name={engine}: not implemented yet" in line for line in made.warnings)
+    why = f"there is no {NO_VLLM}" if engine == "vllm" else "not implemented yet"
+    assert any(f"actor_rollout_ref.rollout.name={engine}: {why}" in line for line in made.warnings)
 
 
 # Keys
@@ -128,11 +133,10 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "whole sequences"),
         ("actor_rollout_ref.rollout.enable_chunked_prefill=False", "another engine"),
         ("actor_rollout_ref.rollout.mode=async", "another engine"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=32", "another engine"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=32", "another engine"),
         ("actor_rollout_ref.actor.profiler.ranks=[0,4]", "rolepool report"),
         ("global_profiler.global_tool_config.nsys.discrete=True", "rolepool report"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=false", "one turn"),
-        ("actor_rollout_ref.rollout.multi_turn.format=hermes", "one turn"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "environment.name names the class"),
         ("algorithm.filter_groups.metric=acc", "not sampled again"),
         ("critic.strategy=fsdp", "FSDP2"),
         ("actor_rollout_ref.hybrid_engine=True", "placement.roles"),
@@ -169,7 +173,7 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: s
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "only FSDP2 is supported; remove it"),
         ("critic.strategy=megatron", "only FSDP2 is supported"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "trained weights are float32; remove it"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", "a response has one turn; tools are not supported"),
+        ("data.tool_config_path=tools.yaml", "environment.name names the class or function with the tools"),
         ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
         ("algorithm.rollout_correction.rollout_is=token", "does not correct differences"),
         ("reward_model.enable_resource_pool=true", "set placement.roles.reward_model"),
@@ -214,12 +218,16 @@ def test_a_reference_may_name_a_key_without_effect(tmp_path: Path) -> None:
 
 def test_another_engine_needs_a_fallback_to_train() -> None:
     name, fallback = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.fallback=native"
-    (problem,) = load(name).why_not_trained()
+    (problem,) = load(name, NO_VLLM).why_not_trained()
     assert fallback in problem
     loaded = load(name, fallback)
     assert loaded.why_not_trained() == []
     assert loaded.config.actor_rollout_ref.rollout.engine == "native"
     assert loaded.without_effect == {name: "fallback=native generates"}
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    swap_space = f"+{kwargs}.swap_space=32"
+    assert load(name, swap_space).config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"swap_space": 32}
+    assert load(swap_space).without_effect == {kwargs: "the engine is native"}
     own = load("actor_rollout_ref.rollout.name=my.module:Engine", fallback)
     assert own.config.actor_rollout_ref.rollout.engine == "my.module:Engine"
 

@@ -4,6 +4,7 @@ A key holds a known name, or `module:name`. This module does not import rolepool
 torch; `rolepool.algorithm` adds the names that users register.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Collection, Iterable
@@ -30,9 +31,10 @@ POLICY_LOSSES: Known = dict.fromkeys(("vanilla", "gspo", "gpg", "clip_cov", "kl_
 ENGINES = {
     "native": "rolepool.rollout.native:native_engine",
     "transformers": "rolepool.rollout.transformers_engine:transformers_engine",
+    "vllm": "rolepool.rollout.vllm_engine:vllm_engine",
 }
 """The functions that make rolepool's own rollout engines."""
-OTHER_ENGINES = ("vllm", "sglang", "trtllm")
+OTHER_ENGINES = ("sglang", "trtllm")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
 
 EXTENSIONS: list[str] = []
@@ -53,6 +55,7 @@ AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMAT
 PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
 StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom", "auto")))]
 EngineName = Annotated[str, AfterValidator(partial(check_name, (*ENGINES, *OTHER_ENGINES), kind="class"))]
+FormatName = Annotated[str, AfterValidator(partial(check_name, ("hermes",)))]
 StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
 
 
@@ -63,6 +66,20 @@ def import_object(key: str, reference: str) -> Any:
     return _import(f"{key}={reference}", fix, module, name)
 
 
+def import_environment(path: str | None, name: str) -> Any:
+    """The environment that the keys name: a class with the method `reset`, or an async function."""
+    if path is None:
+        found = import_object("environment.name", name)
+    else:
+        fix = "environment.path is a Python file, and environment.name a class or function in it"
+        found = getattr(_import_file(f"environment.path={path}", fix, path), name, None)
+    if not inspect.iscoroutinefunction(found) and not (inspect.isclass(found) and hasattr(found, "reset")):
+        wanted = "an async function rollout(row, generate), or a class with the method reset"
+        where = "" if path is None else f" in {path}"
+        raise ConfigError(f"environment.name={name}: there is no such environment{where}; it must name {wanted}")
+    return found
+
+
 def import_extensions(extensions: Iterable[str]) -> None:
     """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
     for extension in extensions:
@@ -71,12 +88,18 @@ def import_extensions(extensions: Iterable[str]) -> None:
         if not extension.endswith(".py"):
             _import(setting, fix, extension)
         else:
-            file = Path(extension).expanduser().resolve()
-            found = _import(setting, fix, file.stem, folder=file.parent).__file__
-            if found != str(file):
-                raise ConfigError(f"{setting}: {found} has the same module name; rename your file")
+            _import_file(setting, fix, extension)
         if extension not in EXTENSIONS:
             EXTENSIONS.append(extension)
+
+
+def _import_file(setting: str, fix: str, path: str) -> Any:
+    """The module of a Python file."""
+    file = Path(path).expanduser().resolve()
+    module = _import(setting, fix, file.stem, folder=file.parent)
+    if module.__file__ != str(file):
+        raise ConfigError(f"{setting}: {module.__file__} has the same module name; rename your file")
+    return module
 
 
 def _import(setting: str, fix: str, module: str, name: str | None = None, *, folder: Path | None = None) -> Any:

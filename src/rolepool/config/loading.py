@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from importlib.util import find_spec
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -37,6 +38,9 @@ UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, Att
 
 NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0}
 """Keys that training does not implement yet, with the one value that works."""
+
+
+FALLBACK = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,14 @@ class LoadedConfig:
         problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.engine in OTHER_ENGINES:
-            fix = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
-            problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {fix}")
-        if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
+            problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}")
+        if rollout.engine in ("transformers", "vllm") and (size := rollout.tensor_model_parallel_size) > 1:
             key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
-            problems.append(f"{key}: the transformers engine has all weights in one process; {fix}")
+            problems.append(f"{key}: the {rollout.engine} engine has all weights in one process; {fix}")
+        if rollout.engine == "vllm" and not Path(rollout.vllm_python).expanduser().is_file():
+            where = f"there is no actor_rollout_ref.rollout.vllm_python={rollout.vllm_python}"
+            fix = f"run scripts/setup_vllm.sh, which makes .venv-vllm, or {FALLBACK}"
+            problems.append(f"actor_rollout_ref.rollout.name=vllm: {where}; {fix}")
         for key in ("trainer.test_freq", "trainer.val_only"):
             if self.value_of(key) > 0 and not self.config.data.val_files:
                 fix = f"set data.val_files, or remove {key}"
@@ -343,6 +350,8 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
         if switch != key and switch in all_keys() and value is not None and config.at(switch):
             unused[f"{key}={show(value)}"] = f"{switch}=true limits micro-batches by tokens"
     rollout = config.actor_rollout_ref.rollout
+    if rollout.engine_kwargs.vllm and rollout.engine != "vllm":
+        unused["actor_rollout_ref.rollout.engine_kwargs.vllm"] = f"the engine is {rollout.engine}"
     if rollout.engine != rollout.name:
         unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = f"fallback={rollout.engine} generates"
     return unused

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
-from rolepool.config.functions import OTHER_ENGINES, EngineName, PolicyLossName
+from rolepool.config.functions import OTHER_ENGINES, EngineName, FormatName, PolicyLossName
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -151,13 +151,38 @@ class ValKwargs(Section):
     """Sample in validation; false decodes greedily."""
 
 
+class EngineKwargsConfig(Section):
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's LLM class, for example {enable_prefix_caching: false}."""
+
+
+class MultiTurnConfig(Section):
+    enable: bool = False
+    """Generate conversations of several turns with the environment of environment.name."""
+    max_assistant_turns: Count | None = None
+    """Largest number of turns of the model in a conversation; null sets no limit. data.max_response_length limits the
+    tokens of all turns and of what the environment adds between them."""
+    max_turn_tokens: Count | None = None
+    """Largest number of tokens of one turn of the model; null sets no limit."""
+    max_user_turns: Count | None = None
+    """Largest number of turns of the environment, which answer tool calls; null sets no limit."""
+    max_tool_response_length: Count = 256
+    """Largest number of characters of a tool's answer; the middle of a longer one is removed."""
+    format: FormatName = "hermes"
+    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a
+    function of your own as module:function, from the text of a turn to a list of (name, arguments)."""
+
+
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), or a class of your
-    own as module:class (docs/extending.md). vllm, sglang and trtllm can be planned, but not trained yet: set
-    fallback."""
+    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in an
+    environment of its own), or a class of your own as module:class (docs/extending.md). sglang and trtllm can be
+    planned, but not trained yet: set fallback."""
     fallback: Literal["native"] | None = None
-    """The engine to use in place of vllm, sglang or trtllm. null does not train with such a name."""
+    """The engine to use in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
+    engine_kwargs: EngineKwargsConfig
+    vllm_python: str = ".venv-vllm/bin/python"
+    """The Python of vLLM's environment, which scripts/setup_vllm.sh makes; used if name is vllm."""
     parity_check: bool | None = None
     """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
     for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature that is not 1,
@@ -198,11 +223,12 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = 8192
     """Most prompt tokens in one prefill micro-batch."""
     val_kwargs: ValKwargs
+    multi_turn: MultiTurnConfig
 
     @property
     def engine(self) -> str:
-        """The engine that generates: `name`, or `fallback` in place of an engine that rolepool cannot run."""
-        return self.fallback if self.fallback is not None and self.name in OTHER_ENGINES else self.name
+        """The engine that generates: `name`, or `fallback` in place of an engine of another project."""
+        return self.fallback if self.fallback is not None and self.name in ("vllm", *OTHER_ENGINES) else self.name
 
     @property
     def has_actors_distribution(self) -> bool:

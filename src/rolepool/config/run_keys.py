@@ -84,6 +84,20 @@ class RewardConfig(Section):
     built-in rule for the row's data_source."""
 
 
+class EnvironmentConfig(Section):
+    path: str | None = None
+    """Python file with the environment; null imports the module that environment.name begins with."""
+    name: str | None = None
+    """The environment for actor_rollout_ref.rollout.multi_turn: a class with tools, or an async function (see
+    docs/environments.md). It is a name in the file of environment.path, or module:name."""
+    timeout_s: Positive = 10.0
+    """Longest time in seconds for one call of a tool. A tool that takes longer is stopped, and the model reads that."""
+    memory_gb: Positive = 1.0
+    """Memory in GiB that a tool may use in addition to what its process has when it starts."""
+    num_processes: Count = 4
+    """Number of processes for tools on each rank of the rollout. Each runs one tool at a time."""
+
+
 class KlCtrlConfig(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
     """Keep the coefficient fixed, or adapt it so that the KL approaches target_kl."""

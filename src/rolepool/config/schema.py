@@ -42,6 +42,7 @@ class Config(Section):
     reward_model: model_keys.MainRewardModelConfig
     custom_reward_function: run_keys.CustomRewardFunctionConfig
     reward: run_keys.RewardConfig
+    environment: run_keys.EnvironmentConfig
     algorithm: run_keys.AlgorithmConfig
     trainer: run_keys.TrainerConfig
     placement: run_keys.PlacementConfig
@@ -167,6 +168,7 @@ def contradictions(config: Config) -> Iterator[str]:
         used = "with custom_reward_function.path and reward_model.enable=false"
         yield f"custom_reward_function.reward_kwargs: they are only used {used}; set both, or remove reward_kwargs"
     yield from _about_overlong(config)
+    yield from _about_turns(config)
     # Training divides logits by the temperature, even if decoding is greedy.
     validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
     for section, is_used in ((rollout, True), (f"{rollout}.val_kwargs", validation_samples)):
@@ -194,6 +196,15 @@ def _about_overlong(config: Config) -> Iterator[str]:
         yield f"{section}.enable=true: the penalty is for rules and functions with the manager dapo; set {fix}"
     if buffer.enable and not 0 < buffer.len <= kwargs.max_resp_len:
         yield f"{section}.len={buffer.len}: must be from 1 to reward_kwargs.max_resp_len={kwargs.max_resp_len}"
+
+
+def _about_turns(config: Config) -> Iterator[str]:
+    keys, name, section = config.actor_rollout_ref.rollout, config.environment.name, "actor_rollout_ref.rollout"
+    if keys.multi_turn.enable != (name is not None):
+        fix = "set both (docs/environments.md), or neither"
+        yield f"{section}.multi_turn.enable={keys.multi_turn.enable}: environment.name={name or 'null'}; {fix}"
+    if keys.multi_turn.enable and (size := keys.tensor_model_parallel_size) > 1:
+        yield f"{section}.tensor_model_parallel_size={size}: multi_turn.enable=true needs 1; set 1"
 
 
 def _about_batches(config: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolepool.config import Config, show
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
+from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto
 
@@ -63,6 +64,7 @@ class PromptSet:
     def __init__(self, split: Literal["train", "val"], config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.key = f"data.{split}_files"
         self._config, self._data, self._tokenizer = config, config.data, tokenizer
+        self._template_options = template_options(config)
         self._files = [open_rows(path, self.key) for path in config.at(self.key)]
         self._ends = list(accumulate(file.num_rows for file in self._files))
         max_samples: int = config.at(f"data.{split}_max_samples")
@@ -155,7 +157,7 @@ class PromptSet:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
         text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
         if is_chat:
-            text = render_chat(self._tokenizer, text, row["origin"], options=self._data.apply_chat_template_kwargs)
+            text = render_chat(self._tokenizer, text, row["origin"], options=self._template_options)
         return {**row, "is_chat": is_chat, "text": text}
 
 

@@ -1,6 +1,6 @@
 """Runs the user's reward functions in a child process, because only another process can be stopped in any state.
 
-Owns the child, the time limit of a sample, and what happens to samples that fail. Does not know what a function
+Owns such children, the time limit of a sample, and what happens to samples that fail. Does not know what a function
 computes. The child is forked and kept, so that it has everything that the function's file has loaded.
 """
 
@@ -30,14 +30,53 @@ Outcomes = dict[int, Scored | RewardError]
 """The results of samples, by their number in the batch."""
 
 
-class ScoringProcess(Reward):
+class ChildProcess:
+    """A forked child that answers messages of its parent. It ends with its parent, and with it all that it started."""
+
+    _pid: int | None = None
+    _channel: Connection
+
+    def _serve(self, channel: Connection) -> None:
+        """What the child does. It must not return."""
+        raise NotImplementedError
+
+    def _end_child(self) -> str:
+        """Kill the child, if there is one, and what it has started. Returns how it ended, maybe before."""
+        reason = "unknown reason"
+        if self._pid is None:
+            return reason
+        with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
+            os.killpg(self._pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self._pid = None
+        self._channel.close()
+        return reason
+
+    def _start_child(self) -> None:
+        self._channel, theirs = multiprocessing.Pipe()
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._channel.close()
+                # Also if the parent is killed while a function runs.
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._serve(theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+
+class ScoringProcess(ChildProcess, Reward):
     """Scores with another `Reward` in a child process. A child that a sample holds up, or that died, is replaced."""
 
     def __init__(self, reward: Reward, keys: CustomRewardFunctionConfig) -> None:
         self._reward = reward
         self._timeout_s, self._is_tolerant = keys.timeout_s, keys.on_error == "zero"
-        self._pid: int | None = None
-        self._channel: Connection
         # Memory that the child shares: the number of the sample that it scores, and since when.
         self._progress = memoryview(mmap.mmap(-1, 16)).cast("d")
 
@@ -88,39 +127,10 @@ class ScoringProcess(Reward):
                 break
         yield int(number), SampleError(f"{self._reward.name}: {problem}, for {waiting[int(number)][0]}")
 
-    def _end_child(self) -> str:
-        """Kill the child, if there is one, and what it has started. Returns how it ended, maybe before."""
-        reason = "unknown reason"
-        if self._pid is None:
-            return reason
-        with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
-            os.killpg(self._pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._pid = None
-        self._channel.close()
-        return reason
-
-    def _start_child(self) -> None:
-        self._channel, theirs = multiprocessing.Pipe()
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._channel.close()
-                self._serve(theirs)
-            finally:
-                os._exit(1)
-        theirs.close()
-
     # In the child
 
     def _serve(self, channel: Connection) -> None:
         """Score what arrives, until the parent ends."""
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed while a function runs
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while True:
             outcomes: Outcomes = {}
             sent_s = time.monotonic()

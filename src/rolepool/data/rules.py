@@ -192,8 +192,8 @@ def rule_for(data_source: str) -> Rule:
 
 
 def rules_for(config: Config, data_source: str) -> list[Rule]:
-    """The rules that score rows of this data source; none if only a model or the user's own functions do."""
-    if config.reward_model.enable or config.custom_reward_function.path is not None:
+    """The rules that score rows of this data source; none if only a model, an environment or the user's code does."""
+    if config.reward_model.enable or config.custom_reward_function.path is not None or config.environment.name:
         return []
     if config.reward.functions:
         return [RULES[entry.function] for entry in config.reward.functions if entry.function in RULES]

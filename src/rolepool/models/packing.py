@@ -21,7 +21,7 @@ from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
-from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts
+from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
 
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
 """Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
@@ -50,6 +50,7 @@ class TokenRows:
         """Number of tokens of each row."""
         self.num_response = self.lengths - num_prompt
         """Number of response tokens of each row."""
+        self._batch = batch
         self._rows = torch.repeat_interleave(torch.arange(len(num_prompt)), self.lengths)
         self._positions = torch.arange(len(ids)) - offsets[self._rows]
         self._places_of_responses = (self._positions >= num_prompt[self._rows]).nonzero()[:, 0]
@@ -58,6 +59,11 @@ class TokenRows:
     def responses(self) -> Tensor:
         """The response tokens."""
         return self.ids[self._on_device(self._places_of_responses)]
+
+    @property
+    def is_sampled(self) -> Tensor:
+        """The response tokens that the policy sampled: [rows, longest response]."""
+        return self._on_device(sampled_mask(self._batch, self.num_response))
 
     def packed_inputs(self) -> tuple[dict[str, object], Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each response token."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rolepool.config import Config, model_files, show
 from rolepool.config.fitting import num_cores
-from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, OTHER_ENGINES, import_object
+from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, OTHER_ENGINES, import_environment, import_object
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
@@ -40,6 +40,7 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
     problems += [*_engine(config), *_packing(config, plan)]
+    _import_environment(config)
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -158,6 +159,15 @@ def engines_of(config: Config) -> dict[str, str | None]:
         content = model_files.read_model_file(*model_of(config, Role.Rollout))
         return {name: model_files.why_not_run(name, content) for name in ENGINES}
     return {}
+
+
+def _import_environment(config: Config) -> None:
+    """Raise ConfigError unless the environment and the function that reads tool calls can be imported."""
+    keys, calls = config.environment, config.actor_rollout_ref.rollout.multi_turn.format
+    if keys.name is not None:
+        import_environment(keys.path, keys.name)
+    if ":" in calls:
+        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
 
 
 def _packing(config: Config, plan: Plan) -> Iterator[str]:

@@ -5,7 +5,9 @@ conversion to padded tensors and back. torch itself can neither slice, index nor
 functions for making and reading them take ten times as long as the functions here.
 
 The tokens of a row are its prompt and its response: the ragged column `input_ids`, with `num_prompt_tokens` of each
-row beside it. Position ids and masks are computed from the two, so they are not sent.
+row beside it. Position ids and masks are computed from the two, so they are not sent. In a conversation with several
+turns the response is everything after the first prompt, and the ragged column `response_mask` says which of its tokens
+the policy sampled. Without that column it sampled all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,13 @@ from torch.nested._internal.nested_tensor import NestedTensor  # torch has no pu
 
 from rolepool.errors import DataError
 
-INPUT_IDS, NUM_PROMPT_TOKENS = TOKENS = ("input_ids", "num_prompt_tokens")
+INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK = "input_ids", "num_prompt_tokens", "response_mask"
+TOKENS = (INPUT_IDS, NUM_PROMPT_TOKENS)
+MASKED_TOKENS = (*TOKENS, RESPONSE_MASK)
+"""The columns of a method that must know which tokens were sampled. A batch without several turns has no mask."""
+TURN_SCORES, ENVIRONMENT_SCORE = "turn_scores", "environment_score"
+"""What an environment gave for a conversation: a ragged column with scores at the last tokens of turns, and the sum of
+each row, which is NaN if it gave none."""
 
 
 def is_ragged(column: object) -> TypeGuard[NestedTensor]:
@@ -102,6 +110,13 @@ def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
 def _is_real(lengths: Tensor, width: int, side: Literal["left", "right"]) -> Tensor:
     places = torch.arange(width, device=lengths.device)
     return places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+
+
+def sampled_mask(batch: Mapping[str, Any], num_response: Tensor) -> Tensor:
+    """[rows, longest response]: the response tokens that the policy sampled."""
+    if RESPONSE_MASK in batch:
+        return pad_ragged(batch[RESPONSE_MASK])
+    return _is_real(num_response, int(num_response.max()), "right")
 
 
 def split_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from rolepool.models.sharding import whole_parameters
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import TOKENS, flat_values
+from rolepool.protocol.ragged import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 NUM_PARITY_TOKENS = 64
@@ -35,14 +35,15 @@ class Actor(TrainedRole):
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
-    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, "rollout_log_probs", "weights_version"))
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of the response tokens under the current weights, and the sum of each row's entropies. If the rows
-        have a `weights_version`, log-probs are compared with the engine's."""
+        """Log-probs of the response tokens under the current weights, and the sum of the entropies of those tokens that
+        were sampled. If the rows have a `weights_version`, log-probs are compared with the engine's."""
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs(rows)
-            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": rows.pad(entropies.double()).sum(dim=1)}
+            sums = masked_sum(rows.pad(entropies.double()), rows.is_sampled, axis=1)
+            return {"old_log_probs": rows.ragged(log_probs), "entropy_sums": sums}
 
         computed = self.in_micro_batches("compute_log_prob", data, score)
         if "weights_version" in data.batch:
@@ -54,19 +55,25 @@ class Actor(TrainedRole):
         keys = self.config.actor_rollout_ref.rollout
         limit = keys.parity_limit or (1e-4 if self.device == "cpu" else 0.05)
         columns = (rollouts.batch["rollout_log_probs"], computed.batch["old_log_probs"])
-        theirs, ours = (flat_values(column)[:NUM_PARITY_TOKENS].double() for column in columns)
-        apart = float((theirs - ours).abs().mean())
-        if len(ours) and not apart <= limit:
+        theirs, ours = (flat_values(column).double() for column in columns)
+        differences = (theirs - ours).abs()
+        if RESPONSE_MASK in rollouts.batch:
+            differences = differences[flat_values(rollouts.batch[RESPONSE_MASK])]
+        differences = differences[:NUM_PARITY_TOKENS]
+        apart = float(differences.mean())
+        if len(differences) and not apart <= limit:
             version = int(rollouts.batch["weights_version"].max())
             raise RolepoolError(
                 f"actor_rollout_ref.rollout.name={keys.engine}: the engine's log-probs, with version {version} of the "
-                f"weights, are {apart:.2g} from the actor's (mean of {len(ours)} tokens), and "
+                f"weights, are {apart:.2g} from the actor's (mean of {len(differences)} tokens), and "
                 f"actor_rollout_ref.rollout.parity_limit is {limit:g}: it computes other numbers, or did not take the "
                 "last weights; fix the engine, or raise the limit"
             )
 
     @register(
-        Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "old_log_probs", "advantages", "ref_log_prob")
+        Dispatch.DP_COMPUTE_METRIC,
+        blocking=False,
+        reads=(*MASKED_TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
@@ -137,7 +144,7 @@ class Critic(TrainedRole):
     def _values(self, rows: TokenRows) -> Tensor:
         return response_values(self.trained.model, rows, packed=self.packed)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*TOKENS, "values", "returns"))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, "values", "returns"))
     def update_critic(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         return self.update(data, ends_step)

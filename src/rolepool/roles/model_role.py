@@ -37,7 +37,16 @@ from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
 from rolepool.protocol.batching import IS_PADDING_KEY
-from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, TOKENS, flat_values, is_ragged, lengths_of
+from rolepool.protocol.ragged import (
+    INPUT_IDS,
+    MASKED_TOKENS,
+    NUM_PROMPT_TOKENS,
+    RESPONSE_MASK,
+    flat_values,
+    is_ragged,
+    lengths_of,
+    sampled_mask,
+)
 from rolepool.protocol.worker import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]
@@ -116,7 +125,7 @@ class ModelRole(Worker):
 
     def in_micro_batches(self, method: str, data: DataProto, compute: Compute) -> DataProto:
         """The columns that the model computes from micro-batches of tokens, in the order of rows, in host memory."""
-        tokens = data.select(list(TOKENS), [], [])
+        tokens = data.select([key for key in MASKED_TOKENS if key in data.batch], [], [])
         lengths, parts = lengths_of(data.batch[INPUT_IDS]).tolist(), []
         split = self.micro_batches[method].split(lengths)
         with self.placed.on_device():
@@ -207,7 +216,7 @@ class TrainedRole(ModelRole):
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
-            counts = count_losses(map(kept_lengths, batches), self.loss_scale_factor, self.device)
+            counts = count_losses(map(kept_mask, batches), self.loss_scale_factor, self.device)
             lengths = [lengths_of(batch.batch[INPUT_IDS]).tolist() for batch in batches]
             splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
             of_batches = []
@@ -235,10 +244,10 @@ class TrainedRole(ModelRole):
 
     def _loss_of_rows(self, batch: DataProto, counts: LossCounts, rows: Sequence[int]) -> Loss:
         given: DataProto = batch[rows]
-        tokens, kept = TokenRows(given.batch, self.device), kept_lengths(given)
+        tokens = TokenRows(given.batch, self.device)
         of_responses = {key: one for key, one in given.batch.items() if is_ragged(one) and key != INPUT_IDS}
         columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
-        columns["response_mask"] = on_device(torch.arange(int(tokens.num_response.max())) < kept[:, None], self.device)
+        columns[RESPONSE_MASK] = on_device(kept_mask(given), self.device)
         return self.loss_of(tokens, columns, counts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -258,14 +267,14 @@ class TrainedRole(ModelRole):
         load_trained(self.trained, Path(folder))
 
 
-def kept_lengths(data: DataProto) -> Tensor:
-    """The number of response tokens of each row that count in losses; 0 for a row that pads the batch."""
-    lengths: Tensor = lengths_of(data.batch[INPUT_IDS]) - data.batch[NUM_PROMPT_TOKENS]
-    return lengths if IS_PADDING_KEY not in data.batch else lengths * ~data.batch[IS_PADDING_KEY]
+def kept_mask(data: DataProto) -> Tensor:
+    """[rows, longest response]: the response tokens that count in losses; none of a row that pads the batch."""
+    mask = sampled_mask(data.batch, lengths_of(data.batch[INPUT_IDS]) - data.batch[NUM_PROMPT_TOKENS])
+    return mask if IS_PADDING_KEY not in data.batch else mask & ~data.batch[IS_PADDING_KEY][:, None]
 
 
-def count_losses(lengths_of_batches: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:
+def count_losses(masks: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:
     """What the losses of each mini-batch are divided by, counted over all ranks."""
-    counts = [float(count) for lengths in lengths_of_batches for count in (lengths.sum(), (lengths > 0).sum())]
+    counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
     totals = list(map(int, sum_over_ranks(counts, device)))
     return [LossCounts(*counted, scale) for counted in zip(totals[::2], totals[1::2], strict=True)]

@@ -4,6 +4,7 @@ The reward model is a Hugging Face sequence classifier that scores prompt and re
 model is a subclass with another `role` (docs/extending.md).
 """
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.placement.roles import longest_row
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
+from rolepool.protocol.ragged import ENVIRONMENT_SCORE, INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
 from rolepool.roles.model_role import ModelRole, Setup
 
 
@@ -43,9 +44,9 @@ class RewardModel(ModelRole):
             model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=READS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*READS, ENVIRONMENT_SCORE))
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The score of each whole response."""
+        """The score of each whole response: that of the environment, if it gave one, or else the model's."""
         tokens = data.select(list(TOKENS), [], [])
         limit = self.keys.max_length
         if self.texts is not None:
@@ -64,7 +65,11 @@ class RewardModel(ModelRole):
             logits = pooled if self.of_all_tokens is None else self.of_all_tokens[torch.arange(len(last)), last]
             return {"scores": logits[:, 0].float()}
 
-        return self.in_micro_batches("compute_scores", tokens, score)
+        scored = self.in_micro_batches("compute_scores", tokens, score)
+        if ENVIRONMENT_SCORE in data.batch:
+            given = data.batch[ENVIRONMENT_SCORE]
+            scored.batch["scores"] = torch.where(given.isnan(), scored.batch["scores"], given)
+        return scored
 
     def _keep_logits(self, head: nn.Module, inputs: object, logits: Tensor) -> None:
         self.of_all_tokens = logits
@@ -88,16 +93,25 @@ class RuleReward(Worker):
         self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS))
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The score of each response, and the other numbers and the answer that the function returns."""
+        """The score of each response, and the other numbers and the answer that the function returns. Rows that the
+        environment has scored keep its score."""
+        given = data.batch[ENVIRONMENT_SCORE].tolist() if ENVIRONMENT_SCORE in data.batch else [math.nan] * len(data)
+        left = [row for row, score in enumerate(given) if math.isnan(score)]
+        others = iter(self._score(data[left]) if left else ())
+        scored = [next(others) if math.isnan(score) else rewards.Scored(score, {}) for score in given]
+        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
+        # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
+        columns = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
+        return DataProto.from_dict({"scores": scores}, non_tensors=columns)
+
+    def _score(self, data: DataProto) -> list[rewards.Scored]:
+        """What the function returns for each response, with the penalty for overlong responses."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
         scored = rewards.score_batch(self.reward, data, texts)
         if self.keys.overlong_buffer_cfg.enable:
             num_tokens = map(len, responses)
             scored = [rewards.with_overlong_penalty(*row, self.keys) for row in zip(scored, num_tokens, strict=True)]
-        scores = torch.tensor([row.score for row in scored], dtype=torch.float32)
-        # Not a column for each name, because all ranks must return the same columns, and rows may have other names.
-        others = {rewards.NUMBERS: [row.numbers for row in scored], rewards.PRED: [row.pred for row in scored]}
-        return DataProto.from_dict({"scores": scores}, non_tensors=others)
+        return scored

@@ -6,28 +6,26 @@ user's.
 """
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
-
-import numpy as np
-import torch
 
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
 from rolepool.models.sharding import whole_parameters
 from rolepool.placement import Role
-from rolepool.protocol import DataProto, Dispatch, ragged, register
+from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
-from rolepool.rollout.engine import ABILITIES, Completion, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, sample_seed
+from rolepool.rollout.environments import ROW_COLUMNS, columns_of, conversations_of, rows_of, token_columns
 
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""
+PROMPT_COLUMNS = ("raw_prompt_ids", "uid", "sample_index")
 
 
 class Rollout(ModelRole):
@@ -47,38 +45,34 @@ class Rollout(ModelRole):
         for ability, loss in ABILITIES.items():
             if ability not in getattr(self.engine, "abilities", ()) and self.rank == 0:
                 logger.warning("%s=%s has no %s: %s", key, name, ability, loss)
+        self.conversations = conversations_of(config)
+        """What runs the environment; None if a response has one turn."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=("raw_prompt_ids", "uid", "sample_index"))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*PROMPT_COLUMNS, *ROW_COLUMNS.values()))
     def generate_sequences(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
-        """A response to each prompt. It depends on weights, prompt and its own seed, not on the rank."""
+        """A response to each prompt, or a conversation. It depends on weights, prompt and seed, not on the rank."""
         keys = self.keys.val_kwargs if purpose == "validate" else self.keys
         do_sample, ignore_eos = keys.do_sample and purpose != "baseline", self.keys.ignore_eos
         max_new_tokens, stops = self.config.data.max_response_length, self.stop_token_ids
         sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, do_sample, max_new_tokens, ignore_eos, stops)
         columns = prompts.non_tensor_batch
-        rows = zip(columns["raw_prompt_ids"], columns["uid"], columns["sample_index"], strict=True)
-        seed = self.context.run_seed
-        requests = [Request(list(ids), sample_seed(seed, uid, int(index))) for ids, uid, index in rows]
+        named = zip(columns["uid"], columns["sample_index"], strict=True)
+        seeds = [sample_seed(self.context.run_seed, uid, int(index)) for uid, index in named]
+        requests = [Request(list(ids), seed) for ids, seed in zip(columns["raw_prompt_ids"], seeds, strict=True)]
         self.engine.wake()
-        completions = self.engine.generate(requests, sampling)
+        if self.conversations is None:
+            done = self.engine.generate(requests, sampling)
+            numbers = [(one.token_ids, one.log_probs, one.weights_version) for one in done]
+            made = token_columns([request.token_ids for request in requests], *zip(*numbers, strict=True))
+        else:
+            made = columns_of(self.conversations.run(self.engine, sampling, rows_of(prompts), seeds))
         if self.keys.free_cache_engine:
             self.engine.sleep()
-        return self._rows(requests, completions)
-
-    def _rows(self, requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
-        """Prompt and response of each row as one ragged column, and the number of tokens of each."""
-        prompts = [np.asarray(request.token_ids, dtype=np.int64) for request in requests]
-        responses = [completion.token_ids for completion in completions]
-        num_prompt, num_response = (torch.tensor([len(row) for row in rows]) for rows in (prompts, responses))
-        tokens = [half for row in zip(prompts, responses, strict=True) for half in row]
-        ids = ragged(torch.from_numpy(np.concatenate(tokens)), num_prompt + num_response)
-        columns = {"input_ids": ids, "num_prompt_tokens": num_prompt, "num_response_tokens": num_response}
-        if self.keys.checks_parity:
-            columns["weights_version"] = torch.tensor([completion.weights_version for completion in completions])
-        if self.keys.calculate_log_probs or self.keys.checks_parity:
-            log_probs = np.concatenate([completion.log_probs for completion in completions])
-            columns["rollout_log_probs"] = ragged(torch.from_numpy(log_probs), num_response)
-        return DataProto.from_dict(columns)
+        if not self.keys.checks_parity:
+            del made["weights_version"]
+            if not self.keys.calculate_log_probs:
+                del made["rollout_log_probs"]
+        return DataProto.from_dict(made)
 
     def smaller(self, method: str) -> list[str]:
         section, own = self.spec.section, []

@@ -3,7 +3,8 @@
 Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol
@@ -52,6 +53,9 @@ class Request:
     """Seed of this sample: the same weights, prompt and seed give the same response in any batch."""
     max_new_tokens: int | None = None
     """Limit of this request; None uses that of the `Sampling`."""
+    conversation: int | None = None
+    """Requests with the same number are turns of one conversation. An engine may keep what it computed for one turn and
+    use it for the next, as far as both begin with the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +81,18 @@ ABILITIES = {
 """What an engine may be able to do, and what is lost without it."""
 
 
+class Session(Protocol):
+    """Requests that join while others are generated."""
+
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Add requests. Returns their numbers."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Generate for a while. Returns the requests that have ended, by number."""
+
+
 class Engine(Protocol):
-    """Generates responses, one call at a time."""
+    """Generates responses, one call at a time. A subclass inherits `session`."""
 
     abilities: Collection[str]
     """Those of `ABILITIES` that it has. A run says what is lost without the others."""
@@ -90,6 +104,12 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in the order of requests."""
+
+    @contextmanager
+    def session(self, sampling: Sampling, num_requests: int, max_tokens: int) -> Iterator[Session]:
+        """A session of at most `num_requests` requests at a time, each of at most `max_tokens` tokens with its prompt.
+        This one generates all requests that wait as one batch; an engine can do better."""
+        yield _BatchSession(self, sampling)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
@@ -104,6 +124,26 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Allow `generate` again, which allocates that memory."""
+
+
+class _BatchSession:
+    """A session of an engine that can only generate batches."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._waiting: list[Request] = []
+        self._first = 0
+        """The number of the first request that waits."""
+
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        start = self._first + len(self._waiting)
+        self._waiting.extend(requests)
+        return range(start, start + len(requests))
+
+    def step(self) -> list[tuple[int, Completion]]:
+        requests, first = self._waiting, self._first
+        self._waiting, self._first = [], first + len(requests)
+        return list(enumerate(self._engine.generate(requests, self._sampling), start=first))
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:

@@ -4,7 +4,7 @@ Owns the storage of both: keys and values, the tokens sampled so far, and where 
 how attention reads the cache, nor which requests wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,8 +152,11 @@ class DecodeBatch:
             is_stop = (tokens[:, None] == self._stops).any(dim=1) & is_active
             limits.copy_(torch.where(is_stop, steps, limits))
 
-    def pop_finished(self, cache: SlotCache) -> list[tuple[int, Any, Any]]:
-        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the numbers are arrays."""
+    def pop_finished(
+        self, cache: SlotCache, leave: Callable[[int, int, Any], None] | None = None
+    ) -> list[tuple[int, Any, Any]]:
+        """Remove the rows that have ended. Returns request, tokens and log-probs of each; the numbers are arrays.
+        `leave` is called before that with request, slot and tokens of each, while the slots still hold their tokens."""
         if not self.stop_token_ids and self._clock < self._next_end:
             return []
         steps, limits = self.steps[: self.num_running], self.limits[: self.num_running]
@@ -167,6 +170,9 @@ class DecodeBatch:
         requests = [self._rows[index].request for index in ended]
         padded = zip(requests, counts, sampled, log_probs, strict=True)
         samples = [(request, tokens[:count], scores[:count]) for request, count, tokens, scores in padded]
+        if leave is not None:
+            for index, (request, tokens, _) in zip(ended, samples, strict=True):
+                leave(request, self._rows[index].slot, tokens)
         # The last rows take the places of those that are removed.
         num_before, came_from = self.num_running, list(range(self.num_running))
         for index in sorted(ended, reverse=True):

@@ -7,11 +7,13 @@ CUDA graphs; and how the engine gets its model. Does not know how a layer is com
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,9 @@ prefilling several."""
 _CHECK_INTERVAL = 8
 """Decode steps on a GPU between checks for finished sequences. The host waits for the GPU only at these checks; a
 sequence that samples a stop token waits for half of these steps on average."""
+_PATIENCE_STEPS = 8
+"""Decode steps of a session after which a few waiting requests join. They join earlier if they are an eighth of the
+running ones, because a prefill takes about as long as a decode step."""
 _MAX_PROBLEMS = 5
 
 
@@ -118,9 +123,27 @@ class NativeEngine(StreamedEngine):
         self._check_requests(requests, sampling)
         if not requests:
             return []
+        max_new_tokens = max(_num_new(request, sampling) for request in requests)
+        length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
+        completions: dict[int, Completion] = {}
+        with self._running(replace(sampling, max_new_tokens=max_new_tokens), len(requests), 0, length) as generation:
+            numbers = generation.enqueue(requests, sampling)
+            while len(completions) < len(requests):
+                completions.update(generation.step())
+        return [completions[number] for number in numbers]
+
+    @contextmanager
+    def session(self, sampling: Sampling, num_requests: int, max_tokens: int) -> Iterator["_Generation"]:
+        """Requests join and leave between decode steps. The cache has a second slot for each conversation, which keeps
+        its tokens between turns; with too little memory, the conversations that ended first are computed again."""
+        self.raise_if_not_ready()
+        with self._running(sampling, num_requests, num_requests, max_tokens, _PATIENCE_STEPS) as generation:
+            yield generation
+
+    @contextmanager
+    def _running(self, *arguments: Any) -> Iterator["_Generation"]:
         try:
-            with torch.inference_mode():
-                return _Generation(self, requests, sampling).run()
+            yield _Generation(self, *arguments)
         except BaseException:
             # The cache may contain NaN, which would stay there after the weights change. Sequences are still running.
             self._cache = self._state = None
@@ -147,10 +170,9 @@ class NativeEngine(StreamedEngine):
         if problems:
             raise DataError(first_few(problems, _MAX_PROBLEMS, "\n").splitlines())
 
-    def _take_cache(self, requests: Sequence[Request], sampling: Sampling) -> SlotCache:
+    def _take_cache(self, num_slots: int, length: int) -> SlotCache:
         """The cache of the last call if it is large enough, else a new one, of the same size on all ranks."""
-        length = max(len(request.token_ids) + _num_new(request, sampling) for request in requests)
-        num_slots, shape = min(self.max_num_seqs, len(requests)), cache_shape(self.model)
+        shape = cache_shape(self.model)
         cache = self._cache
         if cache is None or cache.shape != shape or cache.num_slots < num_slots or cache.length < length:
             self._cache = cache = None  # before the new one is allocated, so that both never exist at once
@@ -166,12 +188,11 @@ class NativeEngine(StreamedEngine):
             self._cache = cache = SlotCache(shape, num_slots, length)
         return cache
 
-    def _take_state(self, cache: SlotCache, requests: Sequence[Request], sampling: Sampling) -> _DecodeState:
+    def _take_state(self, cache: SlotCache, num_new: int, stops: tuple[int, ...]) -> _DecodeState:
         """On a GPU the state of the last call if it fits this call too, else a new one."""
         before = self._state
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
-        stops = () if sampling.ignore_eos else sampling.stop_token_ids
-        num_rows, num_new = cache.num_slots, max(_num_new(request, sampling) for request in requests)
+        num_rows = cache.num_slots
         if before is not None and before.addresses == addresses:
             has_positions = before.decoder.num_positions >= cache.length
             has_room = before.batch.num_rows >= num_rows and before.batch.max_new_tokens >= num_new
@@ -190,64 +211,146 @@ class NativeEngine(StreamedEngine):
         return state
 
 
-class _Generation:
-    """One call of `generate`."""
+class _Kept(NamedTuple):
+    """Where the tokens of a conversation are between its turns."""
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
-        self._engine, self._requests, self._sampling = engine, requests, sampling
-        self._cache = engine._take_cache(requests, sampling)
-        state = engine._take_state(self._cache, requests, sampling)
+    slot: int
+    token_ids: npt.NDArray[np.int64]
+
+
+class _Prefill(NamedTuple):
+    """A prompt, how many of its tokens are kept from the turn before, and the requests that have it."""
+
+    start: int
+    prompt: tuple[int, ...]
+    requests: list[int]
+
+
+class _Generation:
+    """One call of `generate`, or one session."""
+
+    def __init__(
+        self, engine: NativeEngine, sampling: Sampling, num_rows: int, num_kept: int, length: int, patience: int = 0
+    ) -> None:
+        """`num_rows` requests may run at the same time, in slots of `length` tokens. `num_kept` more slots keep the
+        tokens of conversations between their turns."""
+        self._engine, self._sampling, self._length, self._patience = engine, sampling, length, patience
+        num_rows = min(engine.max_num_seqs, num_rows)
+        self._cache = engine._take_cache(num_rows + num_kept, length)
+        stops = () if sampling.ignore_eos else sampling.stop_token_ids
+        state = engine._take_state(self._cache, sampling.max_new_tokens, stops)
         self._decoder, self._batch, self._graphs = state.decoder, state.batch, state.graphs
         if engine._on_gpu:
             self._decoder.locate(self._cache)
-        self._num_slots = min(self._cache.num_slots, len(requests))
-        self._streams = seed_streams([request.seed for request in requests]).tolist()
-        self._waiting = deque(range(len(requests)))
+        self._num_slots = min(self._cache.num_slots, num_rows)
+        self._free = list(range(self._num_slots, min(self._cache.num_slots, num_rows + num_kept)))
+        self._kept: dict[int, _Kept] = {}
+        self._requests: dict[int, tuple[Request, int, int]] = {}
+        """The requests that have not ended, each with its limit and the seed of its random numbers."""
+        self._waiting: deque[int] = deque()
+        self._num_submitted = self._num_steps = 0
+        """All requests so far, and the decode steps since requests joined."""
 
-    def run(self) -> list[Completion]:
-        completions: dict[int, Completion] = {}
-        while self._waiting or self._batch.num_running:
-            num_free = self._num_slots - self._batch.num_running
-            num_wanted = min(len(self._waiting), max(1, self._num_slots // _REFILL_FRACTION))
-            if self._waiting and (num_free >= num_wanted or not self._batch.num_running):
-                entering = self._entering()
-                prompts = {tuple(self._requests[index].token_ids) for index in entering}
-                with part("prefill", *work_of(map(len, prompts))):
-                    self._admit(entering)
-            else:
-                num_steps = min(self._engine._check_interval, self._batch.num_steps_left)
-                num_tokens = num_steps * self._batch.num_running
-                with part("decode", num_tokens, num_tokens * self._batch.length, num_pieces=num_steps):
-                    for _ in range(num_steps):
-                        self._step()
-            for request, tokens, log_probs in self._batch.pop_finished(self._cache):
-                completions[request] = self._engine.completion(tokens, log_probs, self._batch.stop_token_ids)
-        return [completions[index] for index in range(len(self._requests))]
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        self._engine._check_requests(requests, self._sampling)
+        longest = max(len(request.token_ids) + _num_new(request, self._sampling) for request in requests)
+        if longest > self._length:
+            raise DataError(f"a request for {longest} tokens does not fit into a session for {self._length}")
+        return self.enqueue(requests, self._sampling)
 
-    def _entering(self) -> list[int]:
-        """The waiting requests that free slots take now."""
+    def enqueue(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[int]:
+        """The same for requests that were checked; `sampling` has their limit."""
+        numbers = range(self._num_submitted, self._num_submitted + len(requests))
+        streams = seed_streams([request.seed for request in requests]).tolist()
+        for number, request, stream in zip(numbers, requests, streams, strict=True):
+            self._requests[number] = request, _num_new(request, sampling), stream
+        self._waiting.extend(numbers)
+        self._num_submitted += len(requests)
+        return numbers
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Prefill the waiting requests that find a slot, or decode; the requests that have ended since."""
+        if self._can_admit():
+            prefills = self._entering()
+            with part("prefill", *work_of(len(prefill.prompt) - prefill.start for prefill in prefills)):
+                self._admit(prefills)
+        else:
+            num_steps = min(self._engine._check_interval, self._batch.num_steps_left)
+            num_tokens = num_steps * self._batch.num_running
+            with part("decode", num_tokens, num_tokens * self._batch.length, num_pieces=num_steps):
+                for _ in range(num_steps):
+                    self._step()
+        completions = []
+        for number, tokens, log_probs in self._batch.pop_finished(self._cache, self._keep):
+            del self._requests[number]
+            completions.append((number, self._engine.completion(tokens, log_probs, self._batch.stop_token_ids)))
+        return completions
+
+    def _can_admit(self) -> bool:
+        num_running, num_waiting = self._batch.num_running, len(self._waiting)
+        num_free = self._num_slots - num_running
+        is_worth_it = num_waiting * _REFILL_FRACTION >= num_running or self._num_steps >= self._patience
+        num_wanted = min(num_waiting, max(1, self._num_slots // _REFILL_FRACTION))
+        return num_waiting > 0 and (not num_running or (num_free >= num_wanted and is_worth_it))
+
+    def _entering(self) -> list[_Prefill]:
+        """The prompts of the waiting requests that free slots take now. Prompts that continue after the same number of
+        tokens are neighbours, because they are computed together."""
         num_free = self._num_slots - self._batch.num_running
-        return [self._waiting.popleft() for _ in range(min(len(self._waiting), num_free))]
-
-    def _admit(self, entering: Sequence[int]) -> None:
-        """Prefill prompts, each prompt once, and sample the first token of each row."""
-        first = self._batch.num_running
         by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for index in entering:
-            by_prompt.setdefault(tuple(self._requests[index].token_ids), []).append(index)
-        prompts, groups = list(by_prompt), list(by_prompt.values())
+        for number in [self._waiting.popleft() for _ in range(min(len(self._waiting), num_free))]:
+            by_prompt.setdefault(tuple(self._requests[number][0].token_ids), []).append(number)
+        found = [_Prefill(self._num_kept(group[0]), prompt, group) for prompt, group in by_prompt.items()]
+        return sorted(found, key=lambda one: (one.start, len(one.prompt) if one.start else 0))
+
+    def _admit(self, prefills: Sequence[_Prefill]) -> None:
+        """Prefill prompts, each once and without the tokens that are kept, and sample the first token of each row."""
+        first, self._num_steps = self._batch.num_running, 0
+        starts, prompts, groups = zip(*prefills, strict=True)
         # First one request of each prompt, so that prefilled rows are adjacent; then the requests that share a prompt.
-        members = [(number, group[0]) for number, group in enumerate(groups)]
-        members += [(number, index) for number, group in enumerate(groups) for index in group[1:]]
-        numbers, order = zip(*members, strict=True)
-        limits = [_num_new(self._requests[index], self._sampling) for index in order]
-        lengths = [len(prompts[number]) for number in numbers]
-        slots = self._batch.enter(order, lengths, limits, [self._streams[index] for index in order])
-        micro_batches = _split_prompts(prompts, self._engine.max_num_batched_tokens)
+        members = [(place, group[0]) for place, group in enumerate(groups)]
+        members += [(place, number) for place, group in enumerate(groups) for number in group[1:]]
+        places, order = zip(*members, strict=True)
+        _, limits, streams = zip(*(self._requests[number] for number in order), strict=True)
+        lengths = [len(prompts[place]) for place in places]
+        slots = self._batch.enter(order, lengths, limits, streams)
+        for number, slot, start in zip(order, slots, starts, strict=False):
+            if start:
+                self._cache.copy(self._kept[self._conversation(number)].slot, slot, start)
+        micro_batches = _split_prompts(prompts, starts, self._engine.max_num_batched_tokens)
         final = torch.cat([self._prefill(prompts, pieces, slots) for pieces in micro_batches])
         for row in range(len(prompts), len(order)):
-            self._cache.copy(slots[numbers[row]], slots[row], lengths[row])
-        self._sample(slice(first, first + len(order)), final[on_device(torch.tensor(numbers), final.device)])
+            self._cache.copy(slots[places[row]], slots[row], lengths[row])
+        self._sample(slice(first, first + len(order)), final[on_device(torch.tensor(places), final.device)])
+
+    def _conversation(self, number: int) -> int:
+        """The conversation of a request; -1 if it has none, which is never kept."""
+        conversation = self._requests[number][0].conversation
+        return -1 if conversation is None else conversation
+
+    def _num_kept(self, number: int) -> int:
+        """The number of tokens of a request that are kept from the turn before it. At least one token must be run."""
+        kept = self._kept.get(self._conversation(number))
+        if kept is None:
+            return 0
+        ids = np.asarray(self._requests[number][0].token_ids[:-1][: len(kept.token_ids)], dtype=np.int64)
+        differences = np.flatnonzero(ids != kept.token_ids[: len(ids)])
+        return int(differences[0]) if len(differences) else len(ids)
+
+    def _keep(self, number: int, slot: int, tokens: npt.NDArray[np.int64]) -> None:
+        """Keep what was computed for a conversation, which is all but its last token: in its own slot, in a free one,
+        or in that of the conversation that was kept first."""
+        conversation = self._conversation(number)
+        if conversation < 0 or not (self._free or self._kept):
+            return
+        if conversation in self._kept:
+            target = self._kept.pop(conversation).slot
+        else:
+            target = self._free.pop() if self._free else self._kept.pop(next(iter(self._kept))).slot
+        ids = np.concatenate([np.asarray(self._requests[number][0].token_ids, dtype=np.int64), tokens[:-1]])
+        self._cache.copy(slot, target, len(ids))
+        self._kept[conversation] = _Kept(target, ids)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], pieces: list[Piece], slots: Sequence[int]) -> Tensor:
         """Run pieces of prompts; the final states of prompts that end in this micro-batch."""
@@ -277,6 +380,7 @@ class _Generation:
             how = self._sampling
             self._graphs.run((num_rows, how.is_greedy, how.temperature, how.top_k, how.top_p), decode)
         self._batch.tick()
+        self._num_steps += 1
 
     def _sample(self, rows: slice, final: Tensor) -> None:
         logits = self._decoder.head(final)
@@ -321,16 +425,18 @@ def _num_new(request: Request, sampling: Sampling) -> int:
     return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
 
 
-def _split_prompts(prompts: Sequence[Sequence[int]], max_num_tokens: int) -> Iterator[list[Piece]]:
-    """Split prompts into micro-batches of at most `max_num_tokens` tokens, in order; `slot` is the prompt's index.
-    A prompt is divided only if it is longer than a micro-batch."""
+def _split_prompts(
+    prompts: Sequence[Sequence[int]], starts: Sequence[int], max_num_tokens: int
+) -> Iterator[list[Piece]]:
+    """Split prompts, each from its start on, into micro-batches of at most `max_num_tokens` tokens, in order; `slot` is
+    the prompt's index. A prompt is divided only if it is longer than a micro-batch."""
     pieces: list[Piece] = []
     room = max_num_tokens
-    for index, prompt in enumerate(prompts):
-        start = 0
+    for index, (prompt, first) in enumerate(zip(prompts, starts, strict=True)):
+        start = first
         while start < len(prompt):
             num_left = len(prompt) - start
-            if room == 0 or (pieces and start == 0 and room < num_left <= max_num_tokens):
+            if room == 0 or (pieces and start == first and room < num_left <= max_num_tokens):
                 yield pieces
                 pieces, room = [], max_num_tokens
             count = min(room, num_left)

@@ -43,9 +43,13 @@ class StreamedEngine(Engine):
             stream.take(named_tensors)
             if version is not None:
                 stream.end()
+                self.have_arrived()
             self._arriving = stream if version is None else None
         if version is not None:
             self.version = version
+
+    def have_arrived(self) -> None:
+        """All new weights are in the model."""
 
     def sleep(self) -> None:
         self._asleep = True

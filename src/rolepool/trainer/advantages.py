@@ -22,7 +22,7 @@ from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
-from rolepool.protocol.ragged import flat_values
+from rolepool.protocol.ragged import ENVIRONMENT_SCORE, RESPONSE_MASK, TURN_SCORES, sampled_mask
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Estimated:
     tensors: dict[str, Tensor]
     """Padded, [rows, longest response]: token_level_scores and _rewards, advantages, returns, and values if any."""
     metrics: dict[str, float]
+    mask: Tensor
+    """The response tokens that were sampled, of the same shape."""
     limits: tuple[int, int]
     """The largest possible numbers of prompt and response tokens."""
     loss_agg_mode: str
@@ -50,6 +52,9 @@ class Estimated:
 
 
 SIZES = ("num_prompt_tokens", "num_response_tokens")
+TURN_COUNTS = ("num_turns", "num_tool_calls", "num_tool_errors")
+OF_TURNS = (RESPONSE_MASK, TURN_SCORES, ENVIRONMENT_SCORE, *TURN_COUNTS)
+"""The columns of rollouts with several turns."""
 PER_TOKEN = ("values", "old_log_probs", "ref_log_prob")
 
 
@@ -75,11 +80,10 @@ class Estimator:
         baselines: DataProtoFuture | None,
     ) -> Estimated:
         """Advantages and returns. `log_probs` are those of the actor and the reference, if a KL penalty needs them."""
-        sizes = rollouts.get(keys=SIZES)
+        sizes, scored = rollouts.get(keys=(*SIZES, *OF_TURNS)), scores.get()
         lengths: Tensor = sizes.batch["num_response_tokens"]
-        columns, scored = torch.arange(int(lengths.max())), scores.get()
-        mask, is_last = columns < lengths[:, None], columns == lengths[:, None] - 1
-        tensors: dict[str, Tensor] = {"token_level_scores": torch.where(is_last, scored.batch["scores"][:, None], 0.0)}
+        mask = sampled_mask(sizes.batch, lengths)
+        tensors = {"token_level_scores": token_level_scores(sizes, scored, mask.shape[1])}
         for future in (values, *log_probs):
             fetched = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
             tensors.update({key: pad_ragged(column) for key, column in fetched})
@@ -92,7 +96,7 @@ class Estimator:
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
             made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
-        return Estimated(made, sizes, scored, tensors, metrics, self.limits, self.loss_agg_mode, ended())
+        return Estimated(made, sizes, scored, tensors, metrics, mask, self.limits, self.loss_agg_mode, ended())
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
@@ -114,46 +118,58 @@ class Estimator:
         return metrics
 
 
+def token_level_scores(rollouts: DataProto, scored: DataProto, num_tokens: int) -> Tensor:
+    """[rows, num_tokens]: the score of each row at its last token, which the policy sampled. What an environment gave
+    for single turns is at their last tokens."""
+    scores, columns = scored.batch["scores"], rollouts.batch
+    is_last = torch.arange(num_tokens) == columns["num_response_tokens"][:, None] - 1
+    if TURN_SCORES not in columns:
+        return torch.where(is_last, scores[:, None], 0.0)
+    others = scores - columns[ENVIRONMENT_SCORE].nan_to_num()
+    return pad_ragged(columns[TURN_SCORES]) + torch.where(is_last, others[:, None], 0.0)
+
+
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's definitions.
 
     A response without tokens is called aborted; its score and reward do not count.
     """
-    tensors, advantages = estimated.tensors, estimated.batch.batch
-    num_prompt, num_response = (estimated.sizes.batch[key] for key in SIZES)
+    tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
+    num_prompt, num_response = (sizes[key] for key in SIZES)
+    num_sampled = mask.sum(dim=1)
     max_prompt, max_response = estimated.limits
-    is_aborted = num_response == 0
-    mask = torch.arange(int(num_response.max())) < num_response[:, None]
+    is_aborted = num_sampled == 0
+    is_full = num_response >= max_response
     lengths = {
-        "response_length": (num_response, max_response),
-        "response_length_non_aborted": (num_response[~is_aborted], max_response),
-        "prompt_length": (num_prompt, max_prompt),
+        "response_length": (num_sampled, is_full),
+        "response_length_non_aborted": (num_sampled[~is_aborted], is_full[~is_aborted]),
+        "prompt_length": (num_prompt, num_prompt >= max_prompt),
     }
     columns = {
         "critic/score": estimated.scored.batch["scores"][~is_aborted],
         "critic/rewards": tensors["token_level_rewards"].sum(dim=1)[~is_aborted],
-        "critic/advantages": flat_values(advantages["advantages"]),
-        "critic/returns": flat_values(advantages["returns"]),
+        "critic/advantages": tensors["advantages"][mask],
+        "critic/returns": tensors["returns"][mask],
         **{name: numbers for name, (numbers, _) in lengths.items()},
+        **{name: sizes[name] for name in TURN_COUNTS if name in sizes},
     }
+    if RESPONSE_MASK in sizes:
+        columns["environment_length"] = num_response - num_sampled
     # All modes aggregate the sums or means of rows, so each token can stand for the mean of its row.
-    entropies = (scored.batch["entropy_sums"] / num_response.clamp(min=1))[:, None].expand(mask.shape)
+    entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(mask.shape)
     counts = LossCounts.of(mask, max_response)
     metrics = {
         "actor/entropy": float(agg_loss(entropies, mask, estimated.loss_agg_mode, counts=counts)),
         "response/aborted_ratio": float(is_aborted.float().mean()),
         "perf/total_num_tokens": float((num_prompt + num_response).sum()),
-        **{f"{name}/clip_ratio": float((one >= limit).float().mean()) for name, (one, limit) in lengths.items()},
+        **{f"{name}/clip_ratio": float(is_clipped.float().mean()) for name, (_, is_clipped) in lengths.items()},
     }
     if "values" in tensors:
         values = tensors["values"]
         columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
-    if "rollout_log_probs" in scored.batch:  # the probabilities of sampled tokens, as rollout and actor compute them
-        rollout, actor = (flat_values(scored.batch[f"{key}_log_probs"]).double().exp() for key in ("rollout", "old"))
-        apart = (rollout - actor).abs()
-        for name, value in {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}.items():
-            metrics[f"training/rollout_probs_diff_{name}"] = float(value)
+    if "rollout_log_probs" in scored.batch:
+        metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
@@ -161,6 +177,15 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     for name, numbers in reward_numbers(estimated.scored).items():
         metrics[f"{name}/mean"] = float(np.nanmean(numbers))
     return metrics
+
+
+def _probs_diff(scored: DataProto, mask: Tensor) -> dict[str, float]:
+    """How far apart the probabilities of sampled tokens are that rollout and actor compute."""
+    of_tokens = (pad_ragged(scored.batch[f"{key}_log_probs"])[mask] for key in ("rollout", "old"))
+    rollout, actor = (log_probs.double().exp() for log_probs in of_tokens)
+    apart = (rollout - actor).abs()
+    found = {"mean": apart.mean(), "max": apart.max(), "std": apart.std()}
+    return {f"training/rollout_probs_diff_{name}": float(value) for name, value in found.items()}
 
 
 def reward_numbers(scored: DataProto) -> dict[str, Any]:

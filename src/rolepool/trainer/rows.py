@@ -22,7 +22,7 @@ from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
-from rolepool.trainer.advantages import SIZES, describe, repeated, reward_numbers
+from rolepool.trainer.advantages import Estimated, describe, repeated, reward_numbers
 from rolepool.trainer.checkpoint import Checkpoints
 from rolepool.trainer.step import Roles, StepCalls, update_orders
 
@@ -61,7 +61,7 @@ def step_row(
     return {
         **metrics,
         **times,
-        **_times_per_token(times, step.estimated.sizes),
+        **_times_per_token(times, step.estimated),
         "perf/time_per_step": times["timing_s/step"],
         "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / num_gpus,
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
@@ -70,12 +70,12 @@ def step_row(
     }
 
 
-def _times_per_token(times: Mapping[str, float], sizes: DataProto) -> dict[str, float]:
+def _times_per_token(times: Mapping[str, float], estimated: Estimated) -> dict[str, float]:
     """`timing_per_token_ms/NAME` of the operations that the role table lists for it."""
-    num_prompt, num_response = (int(sizes.batch[key].sum()) for key in SIZES)
+    num_sampled, num_all = int(estimated.mask.sum()), sum(estimated.lengths)
     found = {}
     for name, operation in OPERATIONS.items():
-        num_tokens = num_response if operation.generates else num_prompt + num_response
+        num_tokens = num_sampled if operation.generates else num_all
         if operation.is_per_token and f"timing_s/{name}" in times and num_tokens:
             found[f"timing_per_token_ms/{name}"] = times[f"timing_s/{name}"] * 1000 / num_tokens
     return found

@@ -1,0 +1,93 @@
+"""Environments of skyrl-gym as rollout functions.
+
+Owns what an environment of skyrl-gym gets and returns: its arguments, messages, rewards for each turn. Its methods run
+in tool processes, and its state travels with each call. Does not know any environment.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import skyrl_gym
+
+from rolepool.data.prompts import render_chat, tokenize
+from rolepool.data.tools import Outcome
+from rolepool.errors import DataError
+from rolepool.rollout.environments import Generate, RolloutFunction, Row, Trajectory, added_tokens
+
+
+def rollout_of(environment: str, **arguments: Any) -> RolloutFunction:
+    """The rollout function of the environment that is registered under this id. Its constructor gets `extras` and these
+    arguments."""
+    skyrl_gym.spec(environment)  # raises an error if there is none
+
+    async def rollout_with(row: Row, generate: Generate) -> Trajectory:
+        return await _converse(environment, arguments, row, generate)
+
+    return rollout_with
+
+
+async def rollout(row: Row, generate: Generate) -> Trajectory:
+    """The rollout function for rows that name their environment in the column `env_class`, as files of SkyRL do."""
+    name = row["extra_info"].get("env_class")
+    if name is None:
+        fix = "add it with the id of a registered environment, or write a file with rollout_of(id)"
+        raise DataError(f"{row['origin']} has no column env_class; {fix}")
+    return await rollout_of(name)(row, generate)
+
+
+async def _converse(name: str, arguments: dict[str, Any], row: Row, generate: Generate) -> Trajectory:
+    """Alternate turns of the model and steps of the environment, until the environment or a limit ends it. An error of
+    the environment ends it, too, and gives the turn no reward."""
+    if isinstance(row["prompt"], str):
+        raise DataError(f"{row['origin']}: environments of skyrl-gym need a list of messages as prompt; write one")
+    trajectory = Trajectory(list(row["prompt_ids"]))
+    instance = _Instance(partial(skyrl_gym.make, name, extras=_extras(row, generate), **arguments), generate)
+    started = await instance.call(trajectory, "init", row["prompt"])
+    if started.error is None and started.value[0] != row["prompt"]:
+        text = render_chat(generate.tokenizer, started.value[0], row["origin"], options=generate.template_options)
+        trajectory.prompt_ids = next(tokenize(generate.tokenizer, [{"is_chat": True, "text": text}]))
+    rewards: list[float] = []
+    while generate.has_room(trajectory):
+        text = generate.text_of(await generate(trajectory, generate.turns.max_turn_tokens))
+        step = started if started.error else await instance.call(trajectory, "step", text)
+        rewards.append(0.0 if step.error else float(step.value["reward"]))
+        if step.error or step.value["done"] or generate.is_over(trajectory):
+            break
+        messages = step.value["observations"]
+        trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], generate.template_options))
+    if started.error is None:
+        await instance.call(trajectory, "close")
+    trajectory.reward = rewards
+    return trajectory
+
+
+def _extras(row: Row, generate: Generate) -> dict[str, Any]:
+    """The columns of a row, as environments of skyrl-gym read them. They name the answer in different ways."""
+    others, limit = row["extra_info"], generate.turns.max_assistant_turns
+    columns = {name: row[name] for name in ("data_source", "reward_model", "extra_info")}
+    return {"reward_spec": row["reward_model"], **({} if limit is None else {"max_turns": limit}), **others, **columns}
+
+
+class _Instance:
+    """An environment of skyrl-gym. Only steps count as tool calls."""
+
+    def __init__(self, make: Callable[[], Any], generate: Generate) -> None:
+        self._make, self._generate = make, generate
+        self._state: bytes | None = None
+
+    async def call(self, trajectory: Trajectory, method: str, *arguments: Any) -> Outcome:
+        outcome = await self._generate.run(trajectory, _call, self._make, self._state, method, *arguments)
+        trajectory.num_tool_calls -= method != "step"
+        if outcome.error is not None:
+            return outcome
+        value, self._state = outcome.value
+        return Outcome(value)
+
+
+def _call(make: Callable[[], Any], state: bytes | None, method: str, *arguments: Any) -> tuple[Any, bytes]:
+    """Call a method of an environment with this state, or of a new one. Returns the result and the new state. The tools
+    of skyrl-gym are functions inside functions, which only cloudpickle can write."""
+    environment = make() if state is None else cloudpickle.loads(state)
+    return getattr(environment, method)(*arguments), cloudpickle.dumps(environment)

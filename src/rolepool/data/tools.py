@@ -1,0 +1,114 @@
+"""The tools of an environment: which methods of the user's class they are, and calling them in processes of their own.
+
+Owns the processes, with their limits of time and memory, and what the caller gets if a tool fails. A process runs any
+tool of any conversation, because the state of an environment travels with each call. So a process that is stopped
+takes nothing with it, and what a tool has changed before it failed is undone. Does not know tokens.
+"""
+
+import asyncio
+import inspect
+import pickle
+import resource
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from rolepool.config import Config
+from rolepool.config.functions import import_environment
+from rolepool.config.run_keys import EnvironmentConfig
+from rolepool.data.reward_process import ChildProcess
+from rolepool.errors import ConfigError, one_line
+
+RESET, GET_REWARD = "reset", "get_reward"
+
+
+class Outcome(NamedTuple):
+    """What a call returned, or why it failed."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def load_environment(config: Config) -> Any:
+    """The class or the async function that the config names; None if it names none. Raises ConfigError."""
+    keys = config.environment
+    return None if keys.name is None else import_environment(keys.path, keys.name)
+
+
+def tools_of(environment: Any) -> list[str]:
+    """The names of the tools of a class: its other public methods. A function has none."""
+    methods = inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
+    return [name for name, _ in methods if not name.startswith("_") and name not in (RESET, GET_REWARD)]
+
+
+def template_options(config: Config) -> dict[str, Any]:
+    """The options of the chat template for prompts: those of the config, and the schemas of the environment's tools."""
+    environment, options = load_environment(config), dict(config.data.apply_chat_template_kwargs)
+    schemas = []
+    for name in tools_of(environment):
+        try:
+            schemas.append(get_json_schema(getattr(environment, name)))
+        except Exception as error:
+            fix = "write a docstring with a line for each argument under Args:, and type hints"
+            tool = f"environment.name={config.environment.name}: the tool {name}"
+            raise ConfigError(f"{tool} cannot be described: {one_line(error)}; {fix}") from error
+    return {**options, "tools": schemas} if schemas else options
+
+
+def call_method(environment: type, state: bytes | None, name: str, arguments: dict[str, Any]) -> tuple[Any, bytes]:
+    """Call a method of an instance with this state, or of a new one. Returns the result and the new state."""
+    instance = environment() if state is None else pickle.loads(state)  # noqa: S301  from our own process
+    result = getattr(instance, name)(**arguments)
+    try:
+        return result, pickle.dumps(instance)
+    except Exception as error:
+        fix = "keep connections and files outside of the instance"
+        raise TypeError(f"the environment cannot be pickled ({one_line(error)}); {fix}") from error
+
+
+class ToolProcess(ChildProcess):
+    """A child that runs one function at a time. A child that a function holds up, or that died, is replaced."""
+
+    def __init__(self, keys: EnvironmentConfig) -> None:
+        self._timeout_s, self._memory_bytes = keys.timeout_s, int(keys.memory_gb * 2**30)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
+        if self._pid is None:
+            self._start_child()
+        try:
+            self._channel.send((function, arguments))
+            await asyncio.wait_for(self._has_answered(), self._timeout_s)
+            outcome: Outcome = self._channel.recv()
+            return outcome
+        except TimeoutError:
+            self._end_child()
+            return Outcome(error=f"no result after environment.timeout_s={self._timeout_s:g}")
+        except (EOFError, OSError):
+            return Outcome(error=f"the process ended ({self._end_child()})")
+        except BaseException:  # cancelled: the next call must not read this answer
+            self._end_child()
+            raise
+
+    async def _has_answered(self) -> None:
+        loop, fd = asyncio.get_running_loop(), self._channel.fileno()
+        came = asyncio.Event()
+        loop.add_reader(fd, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(fd)
+
+    def _serve(self, channel: Connection) -> None:
+        """Run what arrives, until the parent ends."""
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = num_pages * resource.getpagesize() + self._memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        while True:
+            function, arguments = channel.recv()
+            try:
+                channel.send(Outcome(function(*arguments)))
+            except BaseException as error:  # also sys.exit(), and a result that cannot be sent
+                channel.send(Outcome(error=f"{type(error).__name__}: {one_line(error)}"))
