@@ -19,6 +19,7 @@ from tiny_models import write_model
 
 TRANSFORMERS = "actor_rollout_ref.rollout.name=transformers"
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
+TENSOR_PARALLEL = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
 NO_VALIDATION = ["trainer.val_before_train=false", "data.val_files=[]"]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
 NEEDS_VLLM = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm (scripts/setup_vllm.sh)")
@@ -89,7 +90,7 @@ def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: l
 
 @pytest.mark.slow
 @NEEDS_VLLM
-@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["one pool", "two pools"])
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT, TENSOR_PARALLEL], ids=["one pool", "two pools", "tensor parallel"])
 def test_vllm_trains_beside_the_other_roles(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
     """The demo's model has heads of 32 numbers, which vLLM needs."""
     more = [*keys, "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]

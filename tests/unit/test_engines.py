@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import MambaConfig, MambaForCausalLM
 
 from engine_contract import ROUNDING, check_engine, check_weight_updates, largest_difference
@@ -24,7 +25,7 @@ from rolepool.protocol import ragged
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine, transformers_engine
-from rolepool.rollout.vllm_engine import VllmEngine
+from rolepool.rollout.vllm_engine import VllmEngine, file_weights
 from tiny_models import SETTINGS, make_model, write_model
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
@@ -66,6 +67,15 @@ def test_the_vllm_engine_keeps_the_contract(tmp_path: Path, model_type: str, tie
     finally:
         engine.close()
     assert engine._process.returncode == 0, "it ends by itself"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "qwen3_moe", "mixtral"])
+def test_vllm_gets_the_weights_under_the_names_in_the_files_of_a_model(tmp_path: Path, model_type: str) -> None:
+    write_model(tmp_path, model_type)
+    stored = load_file(tmp_path / "model.safetensors")
+    given = file_weights(make_model(model_type))
+    assert set(given) == set(stored)
+    assert all(torch.equal(given[name], stored[name]) for name in stored)
 
 
 @pytest.mark.parametrize("model_type", sorted(SETTINGS))
@@ -159,19 +169,13 @@ def test_plan_names_the_engines_that_can_run_a_model(tmp_path: Path, rolepool: C
     shown = rolepool("plan", path, "actor_rollout_ref.rollout.name=transformers")
     assert shown.code == 0, shown.err
     text = " ".join(shown.out.split())
-    assert "rollout engines for this model: transformers; the native rollout engine cannot run model_type" in text
-    assert "the vllm engine cannot take new weights of a model with experts" in text
+    assert "engines for this model: transformers, vllm; the native rollout engine cannot run model_type" in text
     engines = json.loads(rolepool("plan", path, "--json").out)["engines"]
-    assert [name for name, reason in engines.items() if reason is None] == ["transformers"]
-    problems = {
-        "native": "the native rollout engine cannot run model_type qwen3_moe",
-        "vllm": "the vllm engine cannot take new weights of a model with experts",
-    }
-    for name, problem in problems.items():
-        refused = rolepool("plan", path, f"actor_rollout_ref.rollout.name={name}")
-        assert refused.code == 2
-        assert problem in refused.err
-        assert "set actor_rollout_ref.rollout.name=transformers" in refused.err
+    assert [name for name, reason in engines.items() if reason is None] == ["transformers", "vllm"]
+    refused = rolepool("plan", path, "actor_rollout_ref.rollout.name=native")
+    assert refused.code == 2
+    assert "the native rollout engine cannot run model_type qwen3_moe" in refused.err
+    assert "set actor_rollout_ref.rollout.name=transformers" in refused.err
 
 
 def test_plan_refuses_models_that_no_engine_can_run(tmp_path: Path, rolepool: Callable[..., Any]) -> None:
@@ -195,11 +199,10 @@ def test_plan_refuses_packed_rows_of_models_that_would_mix_them(
     assert rolepool("plan", *words, f"{key}=false").code == 0
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_other_engines_do_not_split_a_model(engine: str) -> None:
-    words = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", f"actor_rollout_ref.rollout.name={engine}"]
-    problem, *_ = load_config([], words).why_not_trained()
-    assert f"tensor_model_parallel_size=2: the {engine} engine has all weights in one process" in problem
+def test_the_transformers_engine_does_not_split_a_model() -> None:
+    name, size = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    problem, *_ = load_config([], [f"{size}=2", f"{name}=transformers"]).why_not_trained()
+    assert f"{size}=2: the transformers engine has all weights in one process" in problem
 
 
 def test_training_with_vllm_needs_its_environment(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ class LoadedConfig:
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.engine in OTHER_ENGINES:
             problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}")
-        if rollout.engine in ("transformers", "vllm") and (size := rollout.tensor_model_parallel_size) > 1:
+        if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
             key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
-            problems.append(f"{key}: the {rollout.engine} engine has all weights in one process; {fix}")
+            problems.append(f"{key}: the transformers engine has all weights in one process; {fix}")
         if rollout.engine == "vllm" and not Path(rollout.vllm_python).expanduser().is_file():
             where = f"there is no actor_rollout_ref.rollout.vllm_python={rollout.vllm_python}"
             fix = f"run scripts/setup_vllm.sh, which makes .venv-vllm, or {FALLBACK}"

@@ -174,8 +174,6 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
         return why_not_native(content)
     if content.get("is_encoder_decoder"):
         return f"the {engine} engine cannot run an encoder-decoder model"
-    if engine == "vllm" and any(content.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return "the vllm engine cannot take new weights of a model with experts"
     return None
 
 

@@ -1,7 +1,8 @@
 """The vllm rollout engine: vLLM in a process beside that of the rollout, with a Python environment of its own.
 
-vLLM needs other versions of torch and transformers than rolepool. So the two exchange tokens through a socket, and
-weights as a file in shared memory. Owns that process and what it is told. What runs in it is `vllm_process`.
+vLLM needs other versions of torch and transformers than rolepool. So the two exchange tokens through a socket. New
+weights are passed on as a file in shared memory or, on a GPU, as handles of the memory in which they are (CUDA IPC).
+Owns that process and what it is told. What runs in it is `vllm_process`.
 """
 
 import os
@@ -9,33 +10,38 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from rolepool.config import Config
-from rolepool.errors import RolepoolError
+from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
 from rolepool.rollout.streamed import StreamedEngine
+from rolepool.rollout.tensor_parallel import TensorParallel
 
 _SCRIPT = Path(__file__).with_name("vllm_process.py")
 _OF_OUR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 """Variables of this process that would mislead vLLM."""
 _DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-_FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "distributed_executor_backend": "uni"}
+_FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def vllm_engine(
     config: Config, context: WorkerContext, load_model: Callable[[], nn.Module], shared_model: nn.Module | None
 ) -> "VllmEngine":
-    """The engine of one rank. vLLM loads the model, too."""
+    """The engine of one rank. vLLM loads the model, too. If ranks share one copy of the weights, each has a vLLM with a
+    part of them, and all make the same calls."""
     keys, model_keys, on_cpu = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, context.device == "cpu"
     length = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
@@ -50,18 +56,36 @@ def vllm_engine(
         "gpu_memory_utilization": keys.gpu_memory_utilization,
         "enable_sleep_mode": not on_cpu,
     }
-    return VllmEngine(keys.vllm_python, {**arguments, **keys.engine_kwargs.vllm}, load_model())
+    arguments |= keys.engine_kwargs.vllm
+    model, gpu = load_model(), None if on_cpu else context.device
+    if on_cpu and any(".experts." in name for name, _ in model.named_parameters()):
+        problem = "vLLM cannot take new weights of a model with experts on a CPU"
+        raise ConfigError(f"actor_rollout_ref.rollout.name=vllm: {problem}; use transformers")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = torch.tensor(free.getsockname()[1], device=context.device)
+        port = TensorParallel.over_neighbours(context.tp_size).first(port)
+    return VllmEngine(keys.vllm_python, arguments, model, gpu, (context.tp_rank, context.tp_size, int(port)))
 
 
 class VllmEngine(StreamedEngine):
     """Generates with vLLM in a process that `python`, the Python of vLLM's environment, runs.
 
-    `arguments` are those of vLLM's class LLM. `model` is a copy of the model in host memory, in which new weights are
-    collected and checked.
+    `arguments` are those of vLLM's class LLM. New weights are collected and checked in `model`, in host memory. With
+    `gpu`, the name of a device, `model` is on that GPU while they arrive, and takes no memory at other times. `group`
+    is the rank in a tensor-parallel group, its size, and a port of this node at which its ranks meet.
     """
 
-    def __init__(self, python: str, arguments: dict[str, Any], model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        python: str,
+        arguments: dict[str, Any],
+        model: nn.Module,
+        gpu: str | None = None,
+        group: tuple[int, int, int] = (0, 1, 0),
+    ) -> None:
+        super().__init__(model if gpu is None else model.to("meta"))
+        self._gpu = gpu
         self.abilities = set(ABILITIES) - (set() if arguments.get("enable_sleep_mode") else {"sleep"})
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_RANKS}
@@ -73,7 +97,8 @@ class VllmEngine(StreamedEngine):
         theirs.close()
         self._connection: Any = Connection(ours.detach())
         self.close = weakref.finalize(self, _end, self._connection, self._process)
-        self._ask("start", {**arguments, **_FIXED})
+        transfer = {} if gpu is None else {"weight_transfer_config": {"backend": "ipc"}}
+        self._ask("start", {**arguments, **_FIXED, **transfer}, *group)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self.raise_if_not_ready()
@@ -87,10 +112,26 @@ class VllmEngine(StreamedEngine):
         answers = self._ask("generate", prompts, settings)
         return [self.completion(tokens, log_probs, stops) for tokens, log_probs in answers]
 
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+        if self._gpu is not None and self._arriving is None:
+            self.model.to_empty(device=self._gpu)
+            self.model.tie_weights()
+        super().update_weights(named_tensors, version)
+
     def have_arrived(self) -> None:
-        with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
-            save_file({name: weight.detach() for name, weight in self.model.named_parameters()}, file.name)
-            self._ask("update", file.name)
+        weights = file_weights(self.model)
+        if self._gpu is None:
+            with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
+                save_file(weights, file.name)
+                self._ask("update", file.name)
+            return
+        uuid = str(torch.cuda.get_device_properties(self._gpu).uuid)
+        torch.cuda.synchronize()
+        self._ask("update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()})
+        del weights
+        self.model.to("meta")
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # vLLM needs the memory now
 
     def sleep(self) -> None:
         super().sleep()
@@ -113,6 +154,19 @@ class VllmEngine(StreamedEngine):
         if problem is not None:
             raise RuntimeError(f"vLLM failed in `{name}`:\n{problem}")
         return answer
+
+
+def file_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of a model under the names in its files, which vLLM knows. In transformers some have other names, and
+    the experts of a layer are one tensor."""
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    converted: dict[str, Tensor] = revert_weight_conversion(model, named)
+    return {name: weight.contiguous() for name, weight in converted.items()}
+
+
+def _shared(weight: Tensor, uuid: str) -> tuple[str, list[int], dict[str, Any]]:
+    """What vLLM's interface for CUDA IPC is told about a tensor: dtype, shape, and the handle of its memory by GPU."""
+    return str(weight.dtype).removeprefix("torch."), list(weight.shape), {uuid: reduce_tensor(weight)[1]}
 
 
 def _end(connection: Any, process: "subprocess.Popen[bytes]") -> None:

@@ -6,7 +6,6 @@ Reads calls from the socket FD and answers each, until the socket closes. Owns w
 environment does not have rolepool, so this file imports nothing from it, and all arguments are plain data.
 """
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,13 +14,24 @@ from typing import Any
 
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # is in the other environment
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
 
 
 class Server:
     """The calls that can be made."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._llm, self._asleep = LLM(**arguments), set[str]()
+    def __init__(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+        class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # its base is in the other environment
+            """Runs one rank. All ranks of the group get the same calls."""
+
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return f"tcp://127.0.0.1:{port}", rank, 0
+
+        executor: Any = OneOfGroup if size > 1 else "uni"
+        self._llm = LLM(**arguments, tensor_parallel_size=size, distributed_executor_backend=executor)
+        self._asleep = set[str]()
+        if "weight_transfer_config" in arguments:
+            self._llm.init_weight_transfer_engine({"init_info": {}})
 
     def generate(self, prompts: Sequence[list[int]], settings: Sequence[dict[str, Any]]) -> list[Any]:
         """Tokens and their log-probs for each prompt."""
@@ -38,6 +48,16 @@ class Server:
         """Take all weights from a safetensors file, and drop what was computed with the old ones."""
         self.wake("weights")
         self._llm.collective_rpc(_reload, args=(file,))
+        self._llm.reset_prefix_cache()
+
+    def update_by_handles(self, weights: dict[str, tuple[str, list[int], dict[str, Any]]]) -> None:
+        """The same with the dtype, the shape and the memory of each weight, for vLLM's interface for CUDA IPC."""
+        dtypes, shapes, handles = map(list, zip(*weights.values(), strict=True))
+        update = {"names": list(weights), "dtype_names": dtypes, "shapes": shapes, "ipc_handles": handles}
+        self.wake("weights")
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": update})
+        self._llm.finish_weight_update()
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
@@ -66,7 +86,7 @@ def main() -> None:
         try:
             name, arguments = connection.recv()
         except EOFError:  # the engine has ended
-            os._exit(0)
+            return
         try:
             answer = (Server if name == "start" else getattr(server, name))(*arguments)
             server, answer = (answer, None) if name == "start" else (server, answer)
