@@ -1,5 +1,5 @@
-"""What the vllm engine does on a GPU, up to vLLM's own functions. No machine with a GPU and vLLM is available, so a small
-substitute (tests/gpu/vllm_substitute) takes vLLM's place."""
+"""What the vllm engine does on a GPU, up to vLLM's own functions. No machine with a GPU and vLLM is available, so
+a small substitute (tests/gpu/vllm_substitute) takes vLLM's place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A substitute for the few names of vLLM 0.32 that `rolepool.rollout.vllm_process` uses, for GPU machines without vLLM.
 
-It generates with the transformers engine. New weights come as handles of GPU memory, which it opens as vLLM does. It frees
-the memory of its weights while it sleeps, and fails if calls come in an order that vLLM does not allow.
+It generates with the transformers engine. New weights come as handles of GPU memory, which it opens as vLLM does. It
+frees the memory of its weights while it sleeps, and fails if calls come in an order that vLLM does not allow.
 """
 
 from __future__ import annotations
