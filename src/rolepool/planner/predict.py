@@ -19,8 +19,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.planner.costs import Seconds, Work
-from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, ranks_of
+from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Seconds, Work, ranks_of
 from rolepool.planner.simulate import Rate, simulate
 
 INTERVAL = 1.64

@@ -5,7 +5,7 @@ waits for; pools that share a GPU, or more processes than CPU cores, slow each o
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -90,17 +90,10 @@ def simulate(
     """Simulate steps with these roles in these pools. `seconds` has the time of one call of each operation. If no rate
     is given, pools do not slow each other down, and the times may be arrays: then many placements with the same roles
     in each pool are simulated at once."""
-    calls = list(_unrolled(schedule, homes, seconds, hand_over_s))
-    return _at_full_speed(calls) if rate is None else _by_events(calls, rate)
-
-
-def _unrolled(
-    schedule: Schedule, homes: Mapping[Role, str], seconds: Mapping[str, Any], hand_over_s: Mapping[str, float]
-) -> Iterator[Call]:
-    """The calls of several steps. The last one is the generation after them."""
     num_calls = len(schedule.calls) - 1
+    calls: list[Call] = []
     last_of_pool: dict[str, int] = {}
-    for position in range(num_calls * (NUM_STEPS - 1) + 1):
+    for position in range(num_calls * (NUM_STEPS - 1) + 1):  # the last one is the generation after these steps
         # What the first call of a step waits for is said by the last call in the schedule of the step before.
         number = position % num_calls or num_calls
         first, call = position - number, schedule.calls[position % num_calls]
@@ -108,8 +101,10 @@ def _unrolled(
         after = {first + earlier for earlier in schedule.calls[number].after}
         after |= {last_of_pool.get(pool, -1) for pool in pools}
         known = tuple(sorted(earlier for earlier in after if earlier >= 0))
-        yield Call(call.operation, pools, known, seconds[call.operation], hand_over_s.get(call.operation, 0.0))
+        hand_over = hand_over_s.get(call.operation, 0.0)
+        calls.append(Call(call.operation, pools, known, seconds[call.operation], hand_over))
         last_of_pool.update(dict.fromkeys(pools, position))
+    return _at_full_speed(calls) if rate is None else _by_events(calls, rate)
 
 
 def _at_full_speed(calls: Sequence[Call]) -> Simulated:
