@@ -17,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import event_kind, event_lines
+from rolepool.metrics.run_folder import event_kind, event_lines, last_lines
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
@@ -131,16 +131,6 @@ class Run:
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             self.skipped[name] = 1
             return None
-
-
-def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
-    """The lines of a file; only those in its last bytes if it is longer. The last line may be incomplete."""
-    with path.open("rb") as file:
-        start = int(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-        if start:
-            file.seek(start - 1)
-            file.readline()  # the rest of a line
-        yield from file
 
 
 def sampled_lines(path: Path) -> Iterator[bytes]:
