@@ -78,7 +78,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             figures["comparison"] = comparison = new_figure(3.6)
             grouped_bars(comparison.subplots(), means)
         for name, figure in figures.items():
-            if figure is not None:
+            if figure.axes:
                 written.append(folder / f"{name}.png")
                 with atomic_path(written[-1]) as temporary:
                     figure.savefig(temporary)
@@ -121,20 +121,18 @@ def _operations(names: set[str]) -> list[str]:
 # Each figure
 
 
-def _overview(logs: Mapping[str, MetricsByStep]) -> Figure | None:
-    """Reward, step time by operation (a panel for each log) and throughput."""
+def _overview(logs: Mapping[str, MetricsByStep]) -> Figure:
+    """Reward, step time by operation (a panel for each log) and throughput; without panels if there are no numbers."""
     timed = [log for log, metrics in logs.items() if mean_times(metrics)]
     panels = [*_logged(logs, [REWARD]), *timed, *_logged(logs, [THROUGHPUT])]
-    if not panels:
-        return None
     figure = new_figure(0.6 + 2.4 * len(panels))
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
-    all_axes = dict(zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True))
-    for panel, axes in all_axes.items():
+    last_timed: Axes | None = None
+    for place, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(len(panels), 1, place, sharey=last_timed if panel in timed else None)
         if panel in timed:
-            if panel != timed[0]:
-                axes.sharey(all_axes[timed[0]])
             _stack(axes, panel, logs[panel], operations)
+            last_timed = axes
         else:
             _lines(axes, logs, panel, {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}[panel])
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
@@ -178,17 +176,15 @@ def _lines(axes: Axes, logs: Mapping[str, MetricsByStep], key: str, unit: str, t
     axes.locator_params(axis="x", integer=True)
 
 
-def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure | None:
+def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure:
     """A panel for each key that has numbers."""
     keys = _logged(logs, units)
-    if not keys:
-        return None
-    num_columns = min(3, len(keys))
+    num_columns = max(1, min(3, len(keys)))
     num_rows = -(-len(keys) // num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
     for place, key in enumerate(keys, 1):
         _lines(figure.add_subplot(num_rows, num_columns, place), logs, key, units[key], title_width=90 // num_columns)
-    if len(logs) > 1:
+    if len(logs) > 1 and keys:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
     return figure
