@@ -60,28 +60,26 @@ class Prediction:
         return self.num_tokens / self.step_s / self.num_gpus
 
 
+@dataclass
 class Predictor:
     """Predicts from one profile. Times of operations are computed once for each size of a pool."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        schedule_of: ScheduleOf,
-        *,
-        gpu_memory_bytes: int | None = None,
-        num_cores: int | None = None,
-        speeds: Mapping[str, float] | None = None,
-    ) -> None:
-        """`num_cores` is that of a node with CPU slots. `speeds` are factors for operations or all those of a role."""
-        self.profile, self.schedule_of = profile, schedule_of
-        self.gpu_memory_bytes, self.num_cores, self.speeds = gpu_memory_bytes, num_cores, dict(speeds or {})
+    profile: Profile
+    schedule_of: ScheduleOf
+    gpu_memory_bytes: int | None = None
+    num_cores: int | None = None
+    """Those of a node with CPU slots."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Factors for operations, or for all those of a role."""
+
+    def __post_init__(self) -> None:
         known = {*ROLE_SPECS, *OPERATIONS}
         if unknown := [name for name in self.speeds if name not in known]:
             names = ", ".join(sorted(known))
             raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
         self._efficiency: dict[bool, float] = {}
-        for shared in profile.sharing:
-            self._efficiency[shared.plan.mps] = self._fit_sharing(profile.recordings.index(shared))
+        for shared in self.profile.sharing:
+            self._efficiency[shared.plan.mps] = self._fit_sharing(self.profile.recordings.index(shared))
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""

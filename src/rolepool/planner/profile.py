@@ -258,11 +258,7 @@ class Profile:
         """The recorded rows whose lengths are nearest to those of a config, and how many times as long its prompts and
         responses are. Lengths are assumed to grow with the largest lengths that the config allows."""
         prompt, response = config.data.max_prompt_length, config.data.max_response_length
-
-        def distance(key: tuple[int, int]) -> float:
-            return abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response))
-
-        nearest = min(self.rows, key=distance)
+        nearest = min(self.rows, key=lambda key: abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response)))
         return self.rows[nearest], prompt / nearest[0], response / nearest[1]
 
     def seconds(self, operation: str, work: Mapping[str, Work], num_ranks: int) -> Seconds:
