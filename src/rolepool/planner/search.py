@@ -21,8 +21,7 @@ from rolepool.placement.estimate import MemoryEstimate
 from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
-from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
-from rolepool.planner.simulate import simulate
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor, simulate
 
 Objective = Literal["time", "throughput_per_gpu"]
 Group = tuple[Role, ...]
