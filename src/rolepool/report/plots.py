@@ -1,4 +1,5 @@
-"""How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
+"""How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV. Also the
+tables of all reports: which metrics are shown and how, and the texts of findings.
 
 One colour for each operation, in every plot of a run and on every page, and one for each run in plots of several runs.
 The colours of operations and series are those of Okabe and Ito, which colour-blind readers can tell apart; the others
@@ -18,10 +19,10 @@ from statistics import fmean
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from rolepool.config.base import Items, Section, read_table
 from rolepool.files import atomic_path
 from rolepool.placement.roles import OPERATIONS
 from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
-from rolepool.report.tables import TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -33,6 +34,24 @@ PARTS_OF_GEN = ("generate_sequences", "reshard")
 REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
 LEGEND_WIDTH = 20
 """Letters of a line in a legend; longer names have several lines."""
+
+
+class Tables(Section):
+    """The content of `tables.yaml`."""
+
+    work_keys: Items[str]
+    """The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
+    curves: dict[str, Items[str]]
+    """The charts of the report page: the title, and patterns of the metrics in it."""
+    figures: dict[str, dict[str, str]]
+    """The plots with a panel for each metric: patterns of the metrics, and their units."""
+    series_colors: Items[str]
+    """Colours of lines and bars that are no operations (runs, pools, GPUs), used in this order and then repeated."""
+    findings: dict[str, str]
+    """The text of each kind of finding. Names that end with `_s` stand for seconds with their unit."""
+
+
+TABLES = read_table(Path(__file__).with_name("tables.yaml"), Tables)
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:

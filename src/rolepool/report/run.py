@@ -106,12 +106,6 @@ class Run:
             return any(f"{TIMING}testing" in row for row in self.metrics.values())
         return self.num_steps is not None and self.step >= self.num_steps
 
-    @property
-    def unit(self) -> str:
-        """What a rank runs on."""
-        planned = "" if self.plan is None else self.plan.device
-        return "CPU slot" if ({recorded.span.device for recorded in self.spans} or {planned}) == {"cpu"} else "GPU"
-
     def read_lines(
         self, name: str, read: Callable[[bytes], T], lines_of: Callable[[Path], Iterable[bytes]]
     ) -> Iterator[T]:
