@@ -276,13 +276,21 @@ class Profile:
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / num_parts
         total, found = rows.totals[operation.name], {}
         each = num_rows / max(total.num_rows, 1)
+        num_batches = 1.0
+        if operation.trains:
+            key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
+            num_batches = max(1.0, config.data.train_batch_size / config.at(key))
         for part, (pieces, tokens, attended) in total.parts.items():
             factor = of_prompt if part == PREFILL else 1.0 if role == NO_ROLE else longer
             amount = Work(pieces / total.num_calls, tokens * each * factor, attended * each * factor**2)
             if part == DECODE and rows.live:
                 amount = _decode(config, rows, num_rows, of_prompt, of_response)
             elif part != REST and size is not None:
-                amount = amount._replace(num_pieces=_num_pieces(config, role, operation, size, num_rows, amount))
+                num_pieces = num_batches  # updates, if the part has no tokens; otherwise micro-batches
+                if amount.num_tokens:
+                    most = size.rows or max(1.0, size.tokens // (amount.num_tokens / num_rows))
+                    num_pieces *= math.ceil(num_rows / num_batches / most)
+                amount = amount._replace(num_pieces=num_pieces)
             found[part] = amount
         return found
 
@@ -332,21 +340,6 @@ def measured_steps(spans: Iterable[Recorded]) -> list[int]:
     used = steps[min(NUM_WARM_STEPS, max(0, len(steps) - 2)) :]
     stride = max(1, len(used) // MAX_STEPS)
     return used[::stride]
-
-
-def _num_pieces(
-    config: Config, role: Role, operation: Operation, size: MicroBatch, num_rows: float, work: Work
-) -> float:
-    """How many micro-batches (or updates, if the part has no tokens) a call makes on a rank."""
-    num_batches, rows = 1.0, num_rows
-    if operation.trains:
-        key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
-        num_batches = max(1.0, config.data.train_batch_size / config.at(key))
-        rows = num_rows / num_batches
-    if not work.num_tokens:
-        return num_batches
-    most = size.rows or max(1.0, size.tokens // (work.num_tokens / num_rows))
-    return num_batches * math.ceil(rows / most)
 
 
 def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:
