@@ -204,13 +204,11 @@ def path_in_words(one: Prediction) -> str:
 
 def why_best(best: Prediction, *others: Prediction) -> str:
     """Why the first of several predictions is the best one, in words."""
-    text = (
-        f"The best placement takes {best.step_s:.3g} s per step; {path_in_words(best)} of it is what a step waits for."
-    )
-    if others:
-        second = others[0]
-        text += f" The next one takes {second.step_s / best.step_s:.2f} times as long"
-        text += f" (it waits for {path_in_words(second)})."
+    waits = path_in_words(best)
+    text = f"The best placement takes {best.step_s:.3g} s per step; {waits} of it is what a step waits for."
+    for second in others[:1]:
+        factor, waits = second.step_s / best.step_s, path_in_words(second)
+        text += f" The next one takes {factor:.2f} times as long (it waits for {waits})."
         if second.step_s < best.high_s:
             text += " The intervals of the two overlap, so only a run can tell which one is faster."
     return text
