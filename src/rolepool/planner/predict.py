@@ -321,15 +321,14 @@ class Predictor:
     def _fit_sharing(self, position: int) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
-        one, measured_s = self.profile.recordings[position], self.profile.step_s[position]
-        memory, schedule = self.memory(one.config, one.plan), self.schedule_of(one.config)
-        seconds = partial(self.seconds, one.config, one.plan, memory=memory, schedule=schedule)
-        times = {call.operation: seconds(call).mean for call in schedule.calls[:-1]}
-        simulated = partial(simulate, schedule, one.plan.roles, times, self.profile.hand_over_s)
+        (config, plan, _), measured_s = self.profile.recordings[position], self.profile.step_s[position]
+        memory, schedule = self.memory(config, plan), self.schedule_of(config)
+        times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
+        simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)
         low, high = 0.3, 2.0
         for _ in range(20):
             middle = (low + high) / 2
-            is_fast = simulated(partial(_shared_rate, one.plan, middle)).step_s < measured_s
+            is_fast = simulated(partial(_shared_rate, plan, middle)).step_s < measured_s
             low, high = (low, middle) if is_fast else (middle, high)
         return (low + high) / 2
 
