@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolepool.config import Config, LoadedConfig
-from rolepool.config import load_config as load_files
+from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.fitting import num_gpus
 from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
@@ -48,7 +47,7 @@ def load_config(config: Source | Sequence[Source] = (), **keys: Any) -> LoadedCo
     and `.explain("trainer.save_freq")` says what a key means.
     """
     sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
-    return load_files([*map(_as_file, sources), keys])
+    return loading.load_config([*map(_as_file, sources), keys])
 
 
 def plan(

@@ -260,12 +260,11 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
         raise ConfigError("predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling")
 
-    from rolepool.report.predicted import Request, plot_scaling, why_best
+    from rolepool.report.predicted import TABLE_WIDTH, Request, plot_scaling, why_best
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of
 
-    request = Request.parse(options, schedule_of)
-    terminal = Terminal(width=request.TABLE_WIDTH)
+    request, terminal = Request(options, schedule_of), Terminal(width=TABLE_WIDTH)
     if options.search:
         first, (found, problems) = "", request.search()
     elif options.scaling is not None:

@@ -12,9 +12,8 @@ from planner_runs import config_of
 from rolepool.placement import build_plan
 from rolepool.placement.plan import Plan, Schedule
 from rolepool.placement.roles import Role
-from rolepool.planner.predict import _core_rate, _shared_rate
+from rolepool.planner.predict import _core_rate, _shared_rate, simulate
 from rolepool.planner.search import partitions
-from rolepool.planner.simulate import simulate
 from rolepool.trainer.paper import schedule_of
 
 SECONDS = {

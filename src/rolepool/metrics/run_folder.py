@@ -8,6 +8,7 @@ as one line of text.
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -190,14 +191,17 @@ class RunFolder:
             file.write(text)
 
 
-def last_lines(folder: Path) -> list[bytes]:
-    """The complete lines at the end of metrics.jsonl."""
-    path = folder / "metrics.jsonl"
+def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
+    """The lines of a file, if it exists; only those in its last bytes if it is longer. The last line may be
+    incomplete."""
     if not path.is_file():
-        return []
+        return
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().split(b"\n")[:-1]
+        start = int(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the rest of a line
+        yield from file
 
 
 def event_kind(line: bytes) -> str | None:
@@ -207,13 +211,14 @@ def event_kind(line: bytes) -> str | None:
 
 
 def event_lines(folder: Path, kind: str) -> list[bytes]:
-    return [line for line in last_lines(folder) if event_kind(line) == kind]
+    lines = last_lines(folder / "metrics.jsonl", TAIL_BYTES)
+    return [line for line in lines if event_kind(line) == kind and line.endswith(b"\n")]
 
 
 def last_step(folder: Path) -> int:
     """The step of the newest row of metrics; 0 if there is none."""
-    steps = (_step_of(line) for line in reversed(last_lines(folder)) if event_kind(line) is None)
-    return next((step for step in steps if step < UNREADABLE), 0)
+    lines = [line for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES) if event_kind(line) is None]
+    return next((step for step in map(_step_of, reversed(lines)) if step < UNREADABLE), 0)
 
 
 SAMPLE_NAMES = {"prompt": "input", "response": "output", "ground_truth": "gts"}

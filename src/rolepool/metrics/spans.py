@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple, Self
 
@@ -121,6 +121,8 @@ class Interval(NamedTuple):
         return self.end_s - self.start_s
 
 
+Rank = tuple[str, int]
+"""A pool and a rank of it."""
 Bar = tuple[str, float, float]
 """An operation, its start and its end."""
 
@@ -134,7 +136,7 @@ class Timeline(list[Recorded]):
 
     def __init__(self, spans: Iterable[Recorded]) -> None:
         super().__init__(sorted(spans, key=lambda recorded: (recorded.span.start_s, recorded.span.end_s)))
-        of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
+        of_rank: dict[Rank, list[int]] = defaultdict(list)
         of_call: dict[tuple[int, str, int, str], list[int]] = defaultdict(list)
         for position, (step, operation, span) in enumerate(self):
             of_rank[span.pool, span.rank].append(position)
@@ -159,10 +161,8 @@ class Timeline(list[Recorded]):
         """For each call whose result was an input of a span: the position of that call's slowest span."""
         span = self[position].span
         for call in span.after:
-            for slowest in reversed(self._numbered.get(call, ())):
-                if self[slowest].span.start_s <= span.end_s:
-                    yield slowest
-                    break
+            slowest = reversed(self._numbered.get(call, ()))
+            yield from islice((at for at in slowest if self[at].span.start_s <= span.end_s), 1)
 
     def causes(self, position: int, time_s: float, until_s: float) -> Iterator[Interval]:
         """The chain of causes of a span's state at `time_s`, latest first, back to `until_s`."""
@@ -238,16 +238,14 @@ def step_bounds(spans: Iterable[Recorded]) -> dict[int, tuple[float, float]]:
     return {step: (starts[step], following.get(step + 1, ends[step])) for step in sorted(starts)}
 
 
-def lanes(
-    timeline: Timeline, start_s: float, end_s: float, *, explain: bool = True
-) -> dict[tuple[str, int], list[Interval]]:
+def lanes(timeline: Timeline, start_s: float, end_s: float, *, explain: bool = True) -> dict[Rank, list[Interval]]:
     """What each rank, and the driver, did and waited for in a time window, by pool and rank. The intervals of a rank
     are in the order of time and fill the window without a gap.
 
     With `explain=False`, the causes of waits are not looked for, which is much faster: each wait for data or for a turn
     is then one interval of the kind "data", without a pool.
     """
-    found: dict[tuple[str, int], list[Interval]] = {}
+    found: dict[Rank, list[Interval]] = {}
     for rank, positions in timeline.of_rank.items():
         lane = found[rank] = []
         starts = timeline.starts_of_rank[rank]

@@ -21,6 +21,9 @@ NUM_DRAWS = 1000
 SEED = 42
 
 Array = npt.NDArray[Any]
+Draws = tuple[int, Array, Array | None]
+"""How many responses n are drawn, their positions, [draws, n], and for each prompt the position of the response that
+wins the vote of each draw, [prompts, draws], if there are answers to vote for."""
 
 
 class ScoredResponse(NamedTuple):
@@ -54,9 +57,8 @@ def validation_metrics(responses: Sequence[ScoredResponse], num_samples: int) ->
     return metrics
 
 
-def _draws(rows: Sequence[ScoredResponse], num_samples: int) -> Iterator[tuple[int, Array, Array | None]]:
-    """For n = 2, 4, 8, ... and N: the positions that are drawn, [draws, n], and for each prompt the position of the
-    response that wins the vote of each draw, [prompts, draws], if there are answers to vote for."""
+def _draws(rows: Sequence[ScoredResponse], num_samples: int) -> Iterator[Draws]:
+    """The draws for n = 2, 4, 8, ... and N."""
     numbers = {pred: number for number, pred in enumerate(dict.fromkeys(row.pred for row in rows))}
     answers = np.array([numbers[row.pred] for row in rows]).reshape(-1, num_samples)
     has_answers = any(row.pred is not None for row in rows)
@@ -73,9 +75,7 @@ def _winners(answers: Array, drawn: Array) -> Array:
     return np.take_along_axis(drawn, counts.argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
-def _statistics(
-    values: Array, is_complete: Array, draws: Sequence[tuple[int, Array, Array | None]]
-) -> Iterator[tuple[str, float]]:
+def _statistics(values: Array, is_complete: Array, draws: Sequence[Draws]) -> Iterator[tuple[str, float]]:
     """The statistics of a variable, [prompts, N], over its complete prompts."""
     num_samples, kept = values.shape[1], values[is_complete]
     yield f"mean@{num_samples}", float(kept.mean())

@@ -1,27 +1,31 @@
 """Predictions: the step time of a config and a plan, from a profile.
 
 Owns what a prediction says: its interval, the busy share of each pool, the critical path, memory, and what the profile
-does not cover.
+does not cover. Owns also the simulation of a step, which says when each call of the traced step starts and ends under a
+placement. A pool runs its calls in the order in which they are made; a call starts after the calls that it waits for;
+pools that share a GPU, or more processes than CPU cores, slow each other down.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from math import sqrt
 from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from rolepool.config import Config
 from rolepool.config.model_files import read_shape
 from rolepool.errors import ConfigError, PlacementError
-from rolepool.metrics.spans import RULE_POOL
+from rolepool.metrics.spans import DRIVER, RULE_POOL
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.planner.costs import Seconds, Work
-from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, ranks_of
-from rolepool.planner.simulate import Rate, simulate
+from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Seconds, Work, ranks_of
 
 INTERVAL = 1.64
 """Standard deviations on each side of a prediction: nine of ten results of the model are inside."""
@@ -32,7 +36,139 @@ TENSOR_PARALLEL = next(spec.tensor_parallel for spec in ROLE_SPECS.values() if s
 UNKNOWN_SYNC = 0.5
 """The relative deviation of a weight sync between pools that was never measured."""
 
+NUM_STEPS = 4
+"""Steps that are simulated. Only the last one counts, because the first ones begin with idle pools."""
+
+Rate = Callable[[str, Collection[str]], float]
+"""How fast a pool works, at most 1, while these pools work."""
 ScheduleOf = Callable[[Config], Schedule]
+
+
+# A step on paper, with durations
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the simulated steps, and how long it takes alone."""
+
+    operation: str
+    pools: tuple[str, ...]
+    after: tuple[int, ...]
+    """The calls that end before it starts: those that it waits for, and the last one of each of its pools."""
+    seconds: Any
+    """A number, or an array for many placements."""
+    hand_over_s: float
+    """From the end of what it waits for until it starts."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Simulated steps, of which the last one counts: it lasts from its generation to the next one."""
+
+    calls: Sequence[Call]
+    starts: Mapping[int, Any]
+    ends: Mapping[int, Any]
+    """When each call starts and ends, by its position. Numbers, or arrays for many placements."""
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The positions of the generations that begin and end the step."""
+        *_, begin, end = (position for position, call in enumerate(self.calls) if call.operation == "gen")
+        return begin, end
+
+    @property
+    def step_s(self) -> Any:
+        begin, end = self._bounds
+        return self.starts[end] - self.starts[begin]
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step in which each pool works."""
+        begin_s, end_s = (self.starts[position] for position in self._bounds)
+        busy: dict[str, float] = defaultdict(float)
+        for position, call in enumerate(self.calls):
+            inside_s = min(self.ends[position], end_s) - max(self.starts[position], begin_s)
+            for pool in call.pools:
+                busy[pool] += max(0.0, inside_s) / self.step_s
+        return dict(busy)
+
+    @property
+    def path(self) -> list[tuple[str, float]]:
+        """What the step waits for, in the order of time: operations and their seconds."""
+        begin, position = self._bounds
+        links: list[tuple[str, float]] = []
+        while self.starts[position] > self.starts[begin]:
+            position = max(self.calls[position].after, key=lambda earlier: self.ends[earlier])
+            since_s = max(self.starts[position], self.starts[begin])
+            links.append((self.calls[position].operation, self.ends[position] - since_s))
+        merged = groupby(reversed(links), key=lambda link: link[0])
+        return [(operation, sum(seconds for _, seconds in of_operation)) for operation, of_operation in merged]
+
+
+def simulate(
+    schedule: Schedule,
+    homes: Mapping[Role, str],
+    seconds: Mapping[str, Any],
+    hand_over_s: Mapping[str, float],
+    rate: Rate | None = None,
+) -> Simulated:
+    """Simulate steps with these roles in these pools. `seconds` has the time of one call of each operation. If no rate
+    is given, pools do not slow each other down, and the times may be arrays: then many placements with the same roles
+    in each pool are simulated at once."""
+    num_calls = len(schedule.calls) - 1
+    calls: list[Call] = []
+    last_of_pool: dict[str, int] = {}
+    for position in range(num_calls * (NUM_STEPS - 1) + 1):  # the last one is the generation after these steps
+        # What the first call of a step waits for is said by the last call in the schedule of the step before.
+        number = position % num_calls or num_calls
+        first, call = position - number, schedule.calls[position % num_calls]
+        pools = tuple({homes.get(role, RULE_POOL) for role in call.roles}) or (DRIVER,)
+        after = {first + earlier for earlier in schedule.calls[number].after}
+        after |= {last_of_pool.get(pool, -1) for pool in pools}
+        known = tuple(sorted(earlier for earlier in after if earlier >= 0))
+        hand_over = hand_over_s.get(call.operation, 0.0)
+        calls.append(Call(call.operation, pools, known, seconds[call.operation], hand_over))
+        last_of_pool.update(dict.fromkeys(pools, position))
+    return _at_full_speed(calls) if rate is None else _by_events(calls, rate)
+
+
+def _at_full_speed(calls: Sequence[Call]) -> Simulated:
+    """No call slows another one down. Times may be arrays."""
+    starts: dict[int, Any] = {}
+    ends: dict[int, Any] = {}
+    for position, call in enumerate(calls):
+        ready_s: Any = 0.0
+        for earlier in call.after:
+            ready_s = np.maximum(ready_s, ends[earlier])
+        starts[position] = ready_s + call.hand_over_s
+        ends[position] = starts[position] + call.seconds
+    return Simulated(calls, starts, ends)
+
+
+def _by_events(calls: Sequence[Call], rate: Rate) -> Simulated:
+    """From each start or end of a call to the next one: until then, all calls that run have the same rates."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    left_s = [call.seconds for call in calls]
+    now_s = 0.0
+    while len(ends) < len(calls):
+        for position, call in enumerate(calls):
+            if position not in starts and all(earlier in ends for earlier in call.after):
+                starts[position] = now_s + call.hand_over_s
+        running = [position for position, start_s in starts.items() if start_s <= now_s and position not in ends]
+        active = {pool for position in running for pool in calls[position].pools}
+        rates = {position: min(rate(pool, active) for pool in calls[position].pools) for position in running}
+        events = [start_s - now_s for start_s in starts.values() if start_s > now_s]
+        passed_s = min([*events, *(left_s[position] / rates[position] for position in running)])
+        now_s += passed_s
+        for position in running:
+            left_s[position] -= passed_s * rates[position]
+            if left_s[position] <= 1e-12:
+                ends[position] = now_s
+    return Simulated(calls, starts, ends)
+
+
+# Predictions
 
 
 @dataclass(frozen=True)
@@ -56,33 +192,27 @@ class Prediction:
     def num_gpus(self) -> int:
         return len({slot for pool in self.plan.pools.values() for slot in pool.slots})
 
-    @property
-    def tokens_per_gpu_s(self) -> float:
-        return self.num_tokens / self.step_s / self.num_gpus
 
-
+@dataclass
 class Predictor:
     """Predicts from one profile. Times of operations are computed once for each size of a pool."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        schedule_of: ScheduleOf,
-        *,
-        gpu_memory_bytes: int | None = None,
-        num_cores: int | None = None,
-        speeds: Mapping[str, float] | None = None,
-    ) -> None:
-        """`num_cores` is that of a node with CPU slots. `speeds` are factors for operations or all those of a role."""
-        self.profile, self.schedule_of = profile, schedule_of
-        self.gpu_memory_bytes, self.num_cores, self.speeds = gpu_memory_bytes, num_cores, dict(speeds or {})
+    profile: Profile
+    schedule_of: ScheduleOf
+    gpu_memory_bytes: int | None = None
+    num_cores: int | None = None
+    """Those of a node with CPU slots."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Factors for operations, or for all those of a role."""
+
+    def __post_init__(self) -> None:
         known = {*ROLE_SPECS, *OPERATIONS}
         if unknown := [name for name in self.speeds if name not in known]:
             names = ", ".join(sorted(known))
             raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
         self._efficiency: dict[bool, float] = {}
-        for shared in profile.sharing:
-            self._efficiency[shared.plan.mps] = self._fit_sharing(profile.recordings.index(shared))
+        for shared in self.profile.sharing:
+            self._efficiency[shared.plan.mps] = self._fit_sharing(self.profile.recordings.index(shared))
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""
@@ -191,15 +321,14 @@ class Predictor:
     def _fit_sharing(self, position: int) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
-        one, measured_s = self.profile.recordings[position], self.profile.step_s[position]
-        memory, schedule = self.memory(one.config, one.plan), self.schedule_of(one.config)
-        seconds = partial(self.seconds, one.config, one.plan, memory=memory, schedule=schedule)
-        times = {call.operation: seconds(call).mean for call in schedule.calls[:-1]}
-        simulated = partial(simulate, schedule, one.plan.roles, times, self.profile.hand_over_s)
+        (config, plan, _), measured_s = self.profile.recordings[position], self.profile.step_s[position]
+        memory, schedule = self.memory(config, plan), self.schedule_of(config)
+        times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
+        simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)
         low, high = 0.3, 2.0
         for _ in range(20):
             middle = (low + high) / 2
-            is_fast = simulated(partial(_shared_rate, one.plan, middle)).step_s < measured_s
+            is_fast = simulated(partial(_shared_rate, plan, middle)).step_s < measured_s
             low, high = (low, middle) if is_fast else (middle, high)
         return (low + high) / 2
 

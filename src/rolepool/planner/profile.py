@@ -1,7 +1,8 @@
 """A profile: what recorded runs say about the work of a step and about what each part of it costs.
 
-Owns turning spans into observations of work and time, and the work of each operation under another config and plan.
-Several recordings of the same models on the same device make a better profile. Does not simulate anything.
+Owns turning spans into observations of work and time, the linear model of costs that is fitted to them with its
+uncertainty, and the work of each operation under another config and plan. Several recordings of the same models on the
+same device make a better profile. Does not simulate anything.
 """
 
 import math
@@ -13,6 +14,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rolepool.config import Config
 from rolepool.config.run_keys import DataConfig
@@ -21,7 +23,8 @@ from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recor
 from rolepool.placement.estimate import MicroBatch
 from rolepool.placement.plan import Plan
 from rolepool.placement.roles import ROLE_SPECS, Operation, Role
-from rolepool.planner.costs import PRIOR_SHARES, PRIOR_SHARES_OF_DECODING, Array, LinearCost, Seconds, Work
+
+Array = npt.NDArray[np.float64]
 
 MAX_STEPS = 40
 """Steps of a recording that are used. More would take longer and add little."""
@@ -35,6 +38,115 @@ BYTES_PER_S = 1e9
 DECODE, PREFILL = "decode", "prefill"
 NO_ROLE = Role("")
 """Stands for the driver, whose work does not depend on the lengths of rows."""
+
+
+# What a piece of work costs
+
+PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.02, 0.03, 0.02])
+"""What is assumed before anything is measured: how the time of typical work is divided among the features. That of
+decode steps is divided in another way: a step reads all weights, however many sequences it extends."""
+PRIOR_SHARES_OF_DECODING = np.array([0.75, 0.1, 0.08, 0.02, 0.03, 0.02])
+PRIOR_STD = np.array([0.6, 0.6, 0.1, 0.3, 0.6, 0.1])
+"""How unsure these shares are."""
+NOISE = 0.1
+"""The relative noise of one recorded time that the first fit assumes."""
+LEAST_NOISE = 0.03
+LEAST_EXPECTED = 0.05
+"""Times that are expected to be a smaller part of the mean time count as this part."""
+NUM_FITS = 3
+STALL = 30.0
+"""Times that are so many times longer than what is usual for the assumed shares are those of a process that stood
+still. They would distort the first fit, so they are not used at all."""
+OUTLIER = 4.0
+"""Times that are so many times the usual deviation away from the first fit are not used, such as those of a call that
+was interrupted by another program."""
+
+
+class Work(NamedTuple):
+    """An amount of work on one rank."""
+
+    num_pieces: float
+    num_tokens: float = 0.0
+    num_attended: float = 0.0
+
+    def features(self, num_ranks: int) -> list[float]:
+        """What its time depends on. The last three stand for collectives: that there are any, the data that each rank
+        exchanges, and the rounds of messages. Sharded models are gathered and reduced around a ring of ranks, which
+        takes one round less than there are ranks."""
+        is_shared, exchanged, rounds = num_ranks > 1, (num_ranks - 1) / num_ranks, num_ranks - 1
+        return [*self, *(self.num_pieces * each for each in (is_shared, exchanged, rounds))]
+
+
+class Seconds(NamedTuple):
+    """A time and its variance."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """The time of some kind of work as a linear function of its features; no coefficient is negative."""
+
+    coefficients: Array
+    covariance: Array
+    noise: float
+    """The relative deviation of recorded times."""
+
+    @classmethod
+    def fit(cls, seen: Sequence[tuple[Work, int, float]], shares: Array = PRIOR_SHARES) -> "LinearCost":
+        """Fit recorded times: work, the number of ranks, and seconds. Directions in which the records do not vary stay
+        as assumed before, and are as unsure."""
+        raw = np.array([work.features(num_ranks) for work, num_ranks, _ in seen])
+        scale = raw.mean(0)
+        prior = np.where(scale > 0, shares, 0.0)
+        scale = np.where(scale > 0, scale, raw[:, 0].mean())
+        prior[0] += 1 - prior.sum()
+        features, times = raw / scale, np.array([seconds for *_, seconds in seen])
+        ratios = times / (features @ prior)
+        kept = ratios <= STALL * np.median(ratios)
+        features, times = features[kept], times[kept]
+        typical_s = max(float(times.mean()), 1e-9)
+        times /= typical_s
+        expected = features @ prior
+        for _ in range(NUM_FITS - 1):  # what a time may deviate is in proportion to what is expected
+            solved, _ = _solve(features, times, NOISE * np.maximum(expected, LEAST_EXPECTED), prior)
+            expected = features @ solved
+        expected = np.maximum(expected, LEAST_EXPECTED)
+        errors = (times - expected) / expected
+        deviation = max(float(np.median(np.abs(errors))), LEAST_NOISE)
+        usual = np.abs(errors) <= OUTLIER * deviation
+        solved, covariance = _solve(features[usual], times[usual], deviation * expected[usual], prior)
+        unit = typical_s / scale
+        return cls(solved * unit, covariance * np.outer(unit, unit), deviation)
+
+    def seconds(self, work: Work, num_ranks: int) -> Seconds:
+        features = np.array(work.features(num_ranks))
+        mean = float(features @ self.coefficients)
+        return Seconds(mean, float(features @ self.covariance @ features) + (self.noise * mean) ** 2)
+
+
+def _solve(features: Array, times: Array, deviations: Array, prior: Array) -> tuple[Array, Array]:
+    """The coefficients, none negative, and their covariance, by least squares with a prior."""
+    weights = 1 / deviations**2
+    kept = np.ones(len(prior), dtype=bool)
+    covariance = np.zeros((len(prior), len(prior)))
+    solved = np.zeros(len(prior))
+    while kept.any():
+        some = features[:, kept]
+        precision = (some.T * weights) @ some + np.diag(1 / PRIOR_STD[kept] ** 2)
+        part = np.linalg.inv(precision)
+        solved[kept] = part @ (some.T @ (weights * times) + prior[kept] / PRIOR_STD[kept] ** 2)
+        covariance[:] = 0.0
+        covariance[np.ix_(kept, kept)] = part
+        if (solved >= 0).all():
+            break
+        kept &= solved > 0
+        solved[~kept] = 0.0
+    return solved, covariance
+
+
+# What was recorded
 
 
 class Recording(NamedTuple):
@@ -146,11 +258,7 @@ class Profile:
         """The recorded rows whose lengths are nearest to those of a config, and how many times as long its prompts and
         responses are. Lengths are assumed to grow with the largest lengths that the config allows."""
         prompt, response = config.data.max_prompt_length, config.data.max_response_length
-
-        def distance(key: tuple[int, int]) -> float:
-            return abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response))
-
-        nearest = min(self.rows, key=distance)
+        nearest = min(self.rows, key=lambda key: abs(math.log(key[0] / prompt)) + abs(math.log(key[1] / response)))
         return self.rows[nearest], prompt / nearest[0], response / nearest[1]
 
     def seconds(self, operation: str, work: Mapping[str, Work], num_ranks: int) -> Seconds:
@@ -168,13 +276,21 @@ class Profile:
         num_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / num_parts
         total, found = rows.totals[operation.name], {}
         each = num_rows / max(total.num_rows, 1)
+        num_batches = 1.0
+        if operation.trains:
+            key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
+            num_batches = max(1.0, config.data.train_batch_size / config.at(key))
         for part, (pieces, tokens, attended) in total.parts.items():
             factor = of_prompt if part == PREFILL else 1.0 if role == NO_ROLE else longer
             amount = Work(pieces / total.num_calls, tokens * each * factor, attended * each * factor**2)
             if part == DECODE and rows.live:
                 amount = _decode(config, rows, num_rows, of_prompt, of_response)
             elif part != REST and size is not None:
-                amount = amount._replace(num_pieces=_num_pieces(config, role, operation, size, num_rows, amount))
+                num_pieces = num_batches  # updates, if the part has no tokens; otherwise micro-batches
+                if amount.num_tokens:
+                    most = size.rows or max(1.0, size.tokens // (amount.num_tokens / num_rows))
+                    num_pieces *= math.ceil(num_rows / num_batches / most)
+                amount = amount._replace(num_pieces=num_pieces)
             found[part] = amount
         return found
 
@@ -224,21 +340,6 @@ def measured_steps(spans: Iterable[Recorded]) -> list[int]:
     used = steps[min(NUM_WARM_STEPS, max(0, len(steps) - 2)) :]
     stride = max(1, len(used) // MAX_STEPS)
     return used[::stride]
-
-
-def _num_pieces(
-    config: Config, role: Role, operation: Operation, size: MicroBatch, num_rows: float, work: Work
-) -> float:
-    """How many micro-batches (or updates, if the part has no tokens) a call makes on a rank."""
-    num_batches, rows = 1.0, num_rows
-    if operation.trains:
-        key = f"{ROLE_SPECS[role].section}.ppo_mini_batch_size"
-        num_batches = max(1.0, config.data.train_batch_size / config.at(key))
-        rows = num_rows / num_batches
-    if not work.num_tokens:
-        return num_batches
-    most = size.rows or max(1.0, size.tokens // (work.num_tokens / num_rows))
-    return num_batches * math.ceil(rows / most)
 
 
 def _add_generation(rows: Rows, data: DataConfig, slowest: Span) -> None:

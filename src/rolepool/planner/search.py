@@ -8,7 +8,7 @@ and then those next to the best ones.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,14 +21,11 @@ from rolepool.placement.estimate import MemoryEstimate
 from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 from rolepool.placement.strategies import build_plan
-from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
-from rolepool.planner.simulate import simulate
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor, simulate
 
 Objective = Literal["time", "throughput_per_gpu"]
 Group = tuple[Role, ...]
 Sizes = npt.NDArray[np.int64]
-StepTimes = Callable[[Sequence[Group], Sizes], Any]
-"""From groups and rows of their sizes to the step time for each row, which is infinite if a pool does not fit."""
 MAX_GRID, MAX_TRIED, NUM_KEPT = 50_000, 1_000, 20
 """Combinations of sizes: the most that are listed and simulated at once, and those whose neighbours are tried."""
 NUM_BEST, NUM_TRIED = 5, 12
@@ -53,7 +50,13 @@ def search(
     """
     found: list[Candidate] = []
     for parallel in sorted({one.config.at(TENSOR_PARALLEL) for one in predictor.profile.recordings}):
-        found += _candidates(predictor, config.with_value(TENSOR_PARALLEL, parallel), inventory, objective)
+        changed = config.with_value(TENSOR_PARALLEL, parallel)
+        roles, step_times = needed_roles(changed)[0], _step_times(predictor, changed)
+        sizes = {role: allowed_sizes(changed, role, inventory) for role in roles}
+        for groups in partitions(roles):
+            choices = [np.array(sorted(set.intersection(*(sizes[role] for role in group)))) for group in groups]
+            scored = _best_sizes(partial(step_times, groups), choices, sum(inventory), objective)
+            found += [Candidate(score, groups, chosen, changed) for score, chosen in scored]
     best: list[Prediction] = []
     for one in sorted(found, key=lambda one: (one.score, len(one.groups), sum(one.sizes)))[:NUM_TRIED]:
         changed = one.config
@@ -74,29 +77,16 @@ def score_of(one: Prediction, objective: Objective) -> float:
     return one.step_s if objective == "time" else one.step_s * one.num_gpus
 
 
-def _candidates(
-    predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective
-) -> Iterator[Candidate]:
-    """The best sizes of each way to group the roles."""
-    roles, step_times = needed_roles(config)[0], _step_times(predictor, config)
-    sizes = {role: allowed_sizes(config, role, inventory) for role in roles}
-    for groups in partitions(roles):
-        choices = [np.array(sorted(set.intersection(*(sizes[role] for role in group)))) for group in groups]
-        for score, chosen in _best_sizes(step_times, groups, choices, sum(inventory), objective):
-            yield Candidate(score, groups, chosen, config)
-
-
 def _best_sizes(
-    step_times: StepTimes, groups: tuple[Group, ...], choices: Sequence[Sizes], num_gpus: int, objective: Objective
+    step_times: Callable[[Sizes], Any], choices: Sequence[Sizes], num_gpus: int, objective: Objective
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """The best combinations of sizes for these groups, with their scores. If there are too many combinations, every
-    second size is tried first, or every fourth, and so on; then the sizes next to those of the best combinations."""
-    stride, tried = 1, _grid(choices, num_gpus, 1)
-    while tried is None:
+    """The best sizes of groups of roles, with their scores. If there are too many combinations, every second size is
+    tried, or every fourth, and so on; then the sizes next to those of the best combinations."""
+    stride = 1
+    while (tried := _grid(choices, num_gpus, stride)) is None:
         stride *= 2
-        tried = _grid(choices, num_gpus, stride)
     while True:
-        step_s, used = step_times(groups, tried), tried.sum(1)
+        step_s, used = step_times(tried), tried.sum(1)
         scores = step_s if objective == "time" else step_s * used
         best = np.argsort(scores, kind="stable")[:NUM_KEPT]
         if stride == 1:
@@ -122,7 +112,7 @@ def _around(stride: int, sizes: Sizes, size: int) -> Sizes:
     return sizes[[place for place in (at - stride, at, at + stride) if 0 <= place < len(sizes)]]
 
 
-def _step_times(predictor: Predictor, config: Config) -> StepTimes:
+def _step_times(predictor: Predictor, config: Config) -> Callable[[Sequence[Group], Sizes], Any]:
     """A function that simulates many sizes of groups of roles at once. The times of calls are computed only once for
     each group and size of its pool."""
     schedule = predictor.schedule_of(config)
@@ -142,6 +132,7 @@ def _step_times(predictor: Predictor, config: Config) -> StepTimes:
         return np.inf if memory.excess else predictor.seconds(config, plan, call, memory, schedule).mean
 
     def step_times(groups: Sequence[Group], sizes: Sizes) -> Any:
+        """The step time for each row of sizes, which is infinite if a pool does not fit."""
         homes = {role: "+".join(group) for group in groups for role in group}
         times: dict[str, Any] = {}
         for call in schedule.calls[:-1]:
@@ -178,17 +169,6 @@ def _alone(config: Config, group: Group, size: int) -> Plan:
     return Plan(gpus_per_node=(size,), device=config.trainer.device, pools=pools, roles=dict.fromkeys(group, "pool"))
 
 
-def _fill(size: int, free: list[int]) -> list[int]:
-    """Processes per node, node after node, up to the last node that is used. Takes them from the free slots of each
-    node."""
-    taken: list[int] = []
-    while sum(taken) < size:
-        node = len(taken)
-        taken.append(min(free[node], size - sum(taken)))
-        free[node] -= taken[-1]
-    return taken
-
-
 def partitions(roles: Sequence[Role]) -> Iterator[tuple[Group, ...]]:
     """All ways to divide roles into groups."""
     if not roles:
@@ -203,8 +183,8 @@ def partitions(roles: Sequence[Role]) -> Iterator[tuple[Group, ...]]:
 
 def layouts(config: Config, groups: Sequence[Group], sizes: Sequence[int], inventory: Sequence[int]) -> Iterator[Plan]:
     """The plans with pools of these sizes: node after node, and the same number on every node, if that is possible."""
-    free = list(inventory)
-    ways = [[_fill(size, free) for size in sizes]]
+    nodes = iter(np.repeat(range(len(inventory)), inventory).tolist())
+    ways = [[np.bincount([*islice(nodes, size)]).tolist() for size in sizes]]
     if not any(size % len(inventory) for size in sizes):
         ways.append([[size // len(inventory)] * len(inventory) for size in sizes])
     names = ["_".join([*group, "pool"]) for group in groups]

@@ -28,7 +28,6 @@ from rolepool.placement.checks import find_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
-from rolepool.report.tables import TABLES
 
 NUM_RESAMPLES = 2000
 MIN_STEPS = 5
@@ -74,7 +73,7 @@ def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
 def check_same_work(runs: Mapping[str, Run]) -> None:
     """Raise ConfigError with a line for each key that makes the runs' work differ."""
     problems = []
-    for key in TABLES.work_keys:
+    for key in plots.TABLES.work_keys:
         values = {name: value_at(run.config, key) for name, run in runs.items()}
         if any(value != next(iter(values.values())) for value in values.values()):
             shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())

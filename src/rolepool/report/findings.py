@@ -17,8 +17,8 @@ from rolepool.metrics.spans import BETWEEN_STEPS, Recorded, Timeline, critical_p
 from rolepool.placement.plan import DRIVER, RULE_POOL
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.planner.predict import Prediction
+from rolepool.report.plots import TABLES
 from rolepool.report.run import Run, value_at
-from rolepool.report.tables import TABLES
 
 MAX_STEPS = 200
 """Steps over which averages are computed."""

@@ -1,4 +1,5 @@
-"""How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV.
+"""How operations and figures look, and the plots of console logs and run folders, with their numbers as CSV. Also the
+tables of all reports: which metrics are shown and how, and the texts of findings.
 
 One colour for each operation, in every plot of a run and on every page, and one for each run in plots of several runs.
 The colours of operations and series are those of Okabe and Ito, which colour-blind readers can tell apart; the others
@@ -18,10 +19,10 @@ from statistics import fmean
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from rolepool.config.base import Items, Section, read_table
 from rolepool.files import atomic_path
 from rolepool.placement.roles import OPERATIONS
 from rolepool.report.run import TIMING, MetricsByStep, finite_values, metric_names, read_logs
-from rolepool.report.tables import TABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -33,6 +34,24 @@ PARTS_OF_GEN = ("generate_sequences", "reshard")
 REWARD, THROUGHPUT = "critic/score/mean", "perf/throughput"
 LEGEND_WIDTH = 20
 """Letters of a line in a legend; longer names have several lines."""
+
+
+class Tables(Section):
+    """The content of `tables.yaml`."""
+
+    work_keys: Items[str]
+    """The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
+    curves: dict[str, Items[str]]
+    """The charts of the report page: the title, and patterns of the metrics in it."""
+    figures: dict[str, dict[str, str]]
+    """The plots with a panel for each metric: patterns of the metrics, and their units."""
+    series_colors: Items[str]
+    """Colours of lines and bars that are no operations (runs, pools, GPUs), used in this order and then repeated."""
+    findings: dict[str, str]
+    """The text of each kind of finding. Names that end with `_s` stand for seconds with their unit."""
+
+
+TABLES = read_table(Path(__file__).with_name("tables.yaml"), Tables)
 
 
 def in_step_order(operations: Iterable[str]) -> list[str]:
@@ -78,7 +97,7 @@ def plot_logs(paths: Sequence[str | Path], output_dir: str | Path) -> list[Path]
             figures["comparison"] = comparison = new_figure(3.6)
             grouped_bars(comparison.subplots(), means)
         for name, figure in figures.items():
-            if figure is not None:
+            if figure.axes:
                 written.append(folder / f"{name}.png")
                 with atomic_path(written[-1]) as temporary:
                     figure.savefig(temporary)
@@ -121,20 +140,18 @@ def _operations(names: set[str]) -> list[str]:
 # Each figure
 
 
-def _overview(logs: Mapping[str, MetricsByStep]) -> Figure | None:
-    """Reward, step time by operation (a panel for each log) and throughput."""
+def _overview(logs: Mapping[str, MetricsByStep]) -> Figure:
+    """Reward, step time by operation (a panel for each log) and throughput; without panels if there are no numbers."""
     timed = [log for log, metrics in logs.items() if mean_times(metrics)]
     panels = [*_logged(logs, [REWARD]), *timed, *_logged(logs, [THROUGHPUT])]
-    if not panels:
-        return None
     figure = new_figure(0.6 + 2.4 * len(panels))
     operations = _operations({name for metrics in logs.values() for name in mean_times(metrics)} - {"step"})
-    all_axes = dict(zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True))
-    for panel, axes in all_axes.items():
+    last_timed: Axes | None = None
+    for place, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(len(panels), 1, place, sharey=last_timed if panel in timed else None)
         if panel in timed:
-            if panel != timed[0]:
-                axes.sharey(all_axes[timed[0]])
             _stack(axes, panel, logs[panel], operations)
+            last_timed = axes
         else:
             _lines(axes, logs, panel, {REWARD: "mean reward", THROUGHPUT: "tokens/s per GPU"}[panel])
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=panel in timed)
@@ -178,17 +195,15 @@ def _lines(axes: Axes, logs: Mapping[str, MetricsByStep], key: str, unit: str, t
     axes.locator_params(axis="x", integer=True)
 
 
-def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure | None:
+def _small_multiples(logs: Mapping[str, MetricsByStep], units: Mapping[str, str]) -> Figure:
     """A panel for each key that has numbers."""
     keys = _logged(logs, units)
-    if not keys:
-        return None
-    num_columns = min(3, len(keys))
+    num_columns = max(1, min(3, len(keys)))
     num_rows = -(-len(keys) // num_columns)
     figure = new_figure(0.6 + 1.9 * num_rows)
     for place, key in enumerate(keys, 1):
         _lines(figure.add_subplot(num_rows, num_columns, place), logs, key, units[key], title_width=90 // num_columns)
-    if len(logs) > 1:
+    if len(logs) > 1 and keys:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(logs)))
     return figure

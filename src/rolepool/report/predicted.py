@@ -7,9 +7,8 @@ import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from rich.table import Table
 
@@ -23,15 +22,15 @@ from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
-from rolepool.planner.search import Objective, places, search
+from rolepool.planner.search import places, search
 from rolepool.report.compare import overrides_of
-from rolepool.report.plots import new_figure, style
+from rolepool.report.plots import TABLES, new_figure, style, timed_operations
 from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
-from rolepool.report.tables import TABLES
 
 Answer = tuple[dict[str, Prediction], list[str]]
 WORDS_OF_LOGGED = (("ref", "actor_rollout_ref.actor.use_kl_loss=true"),)
 """Settings that a log with the time of an operation shows."""
+TABLE_WIDTH = 180
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
 
@@ -69,7 +68,7 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
     if num_gpus is None:
         raise ConfigError(f"predict {path}: a console log does not tell the number of GPUs; give it with --gpus")
     for metrics in logs.values():
-        names = {name.removeprefix(TIMING) for row in metrics.values() for name in row if name.startswith(TIMING)}
+        names = timed_operations(metrics)
         words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
         words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
         words += [word for name, word in WORDS_OF_LOGGED if name in names]
@@ -108,19 +107,10 @@ def other_placements(run: Run) -> list[Prediction]:
     return []
 
 
-@dataclass(frozen=True)
 class Request:
     """What `rolepool predict` is asked. Each answer has predictions with a label, and why others are not possible."""
 
-    TABLE_WIDTH: ClassVar = 180
-    predictor: Predictor
-    config: Config
-    inventory: tuple[int, ...]
-    objective: Objective
-    measured: Sequence[Recording]
-
-    @classmethod
-    def parse(cls, options: Namespace, schedule_of: ScheduleOf) -> Self:
+    def __init__(self, options: Namespace, schedule_of: ScheduleOf) -> None:
         if options.gpus is not None and options.inventory is not None:
             raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
         recordings = read_recordings(options.runs, options.gpus)
@@ -136,10 +126,11 @@ class Request:
         memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
         is_here = inventory == recordings[-1].plan.gpus_per_node and len(inventory) == 1
         cores, profile = num_cores() if is_here else None, Profile(recordings)
-        predictor = Predictor(profile, schedule_of, gpu_memory_bytes=memory, num_cores=cores, speeds=speeds)
+        self.predictor = Predictor(profile, schedule_of, memory, cores, speeds)
+        self.config, self.inventory, self.objective = config, inventory, options.objective
         measured = read_recordings(options.measured, options.gpus)
-        measured = [one for one in measured if all(one.config.at(key) == config.at(key) for key in TABLES.work_keys)]
-        return cls(predictor, config, inventory, options.objective, measured)
+        work = [config.at(key) for key in TABLES.work_keys]
+        self.measured = [one for one in measured if [one.config.at(key) for key in TABLES.work_keys] == work]
 
     def placements(self, words: Sequence[str]) -> Answer:
         """The placements that these words name."""
@@ -189,7 +180,7 @@ class Request:
         for label, one in predictions.items():
             pools = [f"{name} [{pool.world_size}] {one.busy.get(name, 0):.0%}" for name, pool in one.plan.pools.items()]
             cells = [label, *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s))]
-            cells += [f"{one.tokens_per_gpu_s:,.0f}", ", ".join(pools), path_in_words(one)]
+            cells += [f"{one.num_tokens / one.step_s / one.num_gpus:,.0f}", ", ".join(pools), path_in_words(one)]
             cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] * has_memory
             for measured_s in [seconds for slots, seconds in by_place if slots == places(one.plan)][:1]:
                 cells += [f"{measured_s:.3g} s", f"{one.step_s / measured_s - 1:+.0%}"]
@@ -215,13 +206,11 @@ def path_in_words(one: Prediction) -> str:
 
 def why_best(best: Prediction, *others: Prediction) -> str:
     """Why the first of several predictions is the best one, in words."""
-    text = (
-        f"The best placement takes {best.step_s:.3g} s per step; {path_in_words(best)} of it is what a step waits for."
-    )
-    if others:
-        second = others[0]
-        text += f" The next one takes {second.step_s / best.step_s:.2f} times as long"
-        text += f" (it waits for {path_in_words(second)})."
+    waits = path_in_words(best)
+    text = f"The best placement takes {best.step_s:.3g} s per step; {waits} of it is what a step waits for."
+    for second in others[:1]:
+        factor, waits = second.step_s / best.step_s, path_in_words(second)
+        text += f" The next one takes {factor:.2f} times as long (it waits for {waits})."
         if second.step_s < best.high_s:
             text += " The intervals of the two overlap, so only a run can tell which one is faster."
     return text

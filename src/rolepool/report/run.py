@@ -17,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import event_kind, event_lines
+from rolepool.metrics.run_folder import event_kind, event_lines, last_lines
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
@@ -50,8 +50,8 @@ class Event(NamedTuple):
     """After a restart."""
 
 
-Row = tuple[int, dict[str, float]] | Event
-"""A row of metrics.jsonl: a step and its metrics, or an event."""
+Lines = Callable[[Path], Iterator[bytes]]
+"""Which lines of a file are read."""
 
 
 @dataclass
@@ -106,15 +106,7 @@ class Run:
             return any(f"{TIMING}testing" in row for row in self.metrics.values())
         return self.num_steps is not None and self.step >= self.num_steps
 
-    @property
-    def unit(self) -> str:
-        """What a rank runs on."""
-        planned = "" if self.plan is None else self.plan.device
-        return "CPU slot" if ({recorded.span.device for recorded in self.spans} or {planned}) == {"cpu"} else "GPU"
-
-    def read_lines(
-        self, name: str, read: Callable[[bytes], T], lines_of: Callable[[Path], Iterable[bytes]]
-    ) -> Iterator[T]:
+    def read_lines(self, name: str, read: Callable[[bytes], T], lines_of: Lines) -> Iterator[T]:
         """What is in some lines of a file. Lines that cannot be read are counted in `skipped`."""
         path = self.folder / name
         with explained(f"{path}: cannot be read", "give a run folder with readable files"):
@@ -133,16 +125,6 @@ class Run:
             return None
 
 
-def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
-    """The lines of a file; only those in its last bytes if it is longer. The last line may be incomplete."""
-    with path.open("rb") as file:
-        start = int(max(0, os.fstat(file.fileno()).st_size - last_bytes))
-        if start:
-            file.seek(start - 1)
-            file.readline()  # the rest of a line
-        yield from file
-
-
 def sampled_lines(path: Path) -> Iterator[bytes]:
     """The restarts in metrics.jsonl, some lines that are spread over a long file, and the lines at its end."""
     yield from event_lines(path.parent, "restart")
@@ -157,9 +139,7 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
     yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
 
 
-def read_run(
-    folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Callable[[Path], Iterator[bytes]] = last_lines
-) -> Run:
+def read_run(folder: str | Path, last_bytes: float = math.inf, lines_of_metrics: Lines = last_lines) -> Run:
     """Read a run folder. Raises ConfigError if the folder is not one.
 
     `last_bytes` limits how much is read of spans and samples: only the end of a longer file. With `sampled_lines` as
@@ -253,7 +233,8 @@ def read_span(line: bytes) -> Recorded:
     return Recorded(fields["step"], fields["operation"], span)
 
 
-def read_row(line: bytes) -> Row:
+def read_row(line: bytes) -> tuple[int, dict[str, float]] | Event:
+    """A step and its metrics, or an event."""
     if kind := event_kind(line):
         row = _Object.validate_json(line)
         known = {**row, "kind": kind, **_Object.validate_python(row.get(kind))}

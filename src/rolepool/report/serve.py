@@ -82,8 +82,8 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         state = state_of(folder, run.is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
-    shown = {"name": name, "state": state, "run": run, "started_s": min(written_s), "silent_s": silent_s}
-    return {**shown, "files": signature, "step": run.step, "num_steps": run.num_steps, "step_s": step_s}
+    times = {"started_s": min(written_s), "silent_s": silent_s, "step_s": step_s}
+    return {"name": name, "state": state, "run": run, "files": signature, **times}
 
 
 def state_of(folder: Path, is_finished: bool, is_silent: bool) -> str:

@@ -20,10 +20,9 @@ from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bounds
 from rolepool.report.compare import measured_steps
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
-from rolepool.report.plots import colors_for, in_step_order, mean_times, timed_operations
+from rolepool.report.plots import TABLES, colors_for, in_step_order, mean_times, timed_operations
 from rolepool.report.predicted import other_placements
 from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_of, value_at
-from rolepool.report.tables import TABLES
 
 MAX_POINTS = 500
 MAX_SPANS = 10_000
@@ -54,6 +53,7 @@ def page_data(run: Run) -> dict[str, Any]:
     operations = in_step_order({recorded.operation for recorded in run.spans} | timed)
     chosen = _choose_steps(grouped, bounds)
     predicted = other_placements(last)
+    devices = {one.span.device for one in last.spans} or {planned.plan.device for planned in last.plans[-1:]}
     return {
         "name": run.name,
         "skipped": run.notes,
@@ -61,7 +61,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "operations": operations,
         "colors": colors_for(operations),
         "placements": [_placement(part) for part in parts if part.plans],
-        "unit": last.unit,
+        "unit": "CPU slot" if devices == {"cpu"} else "GPU",
         "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
