@@ -109,8 +109,11 @@ register_adv_est = adv_estimators.register
 register_policy_loss = policy_losses.register
 
 
-def import_environment(path: str | None, name: str) -> Any:
-    """The environment that the keys name: a class with the method `reset`, or an async function."""
+def import_environment(path: str | None, name: str | None) -> Any:
+    """The environment that the keys name: a class with the method `reset`, or an async function. None if they name
+    none."""
+    if name is None:
+        return None
     if path is None:
         found = import_object("environment.name", name)
     else:

@@ -32,12 +32,6 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def load_environment(config: Config) -> Any:
-    """The class or the async function that the config names; None if it names none. Raises ConfigError."""
-    keys = config.environment
-    return None if keys.name is None else import_environment(keys.path, keys.name)
-
-
 def tools_of(environment: Any) -> list[str]:
     """The names of the tools of a class: its other public methods. A function has none."""
     methods = inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
@@ -46,8 +40,8 @@ def tools_of(environment: Any) -> list[str]:
 
 def template_options(config: Config) -> dict[str, Any]:
     """The options of the chat template for prompts: those of the config, and the schemas of the environment's tools."""
-    environment, options = load_environment(config), dict(config.data.apply_chat_template_kwargs)
-    schemas = []
+    environment = import_environment(config.environment.path, config.environment.name)
+    options, schemas = dict(config.data.apply_chat_template_kwargs), []
     for name in tools_of(environment):
         try:
             schemas.append(get_json_schema(getattr(environment, name)))

@@ -40,7 +40,10 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
     problems += [*_engine(config), *_packing(config, plan)]
-    _import_environment(config)
+    # Raise ConfigError unless the environment and the function that reads tool calls can be imported.
+    import_environment(config.environment.path, config.environment.name)
+    if ":" in (calls := config.actor_rollout_ref.rollout.multi_turn.format):
+        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -159,15 +162,6 @@ def engines_of(config: Config) -> dict[str, str | None]:
         content = model_files.read_model_file(*model_of(config, Role.Rollout))
         return {name: model_files.why_not_run(name, content) for name in ENGINES}
     return {}
-
-
-def _import_environment(config: Config) -> None:
-    """Raise ConfigError unless the environment and the function that reads tool calls can be imported."""
-    keys, calls = config.environment, config.actor_rollout_ref.rollout.multi_turn.format
-    if keys.name is not None:
-        import_environment(keys.path, keys.name)
-    if ":" in calls:
-        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
 
 
 def _packing(config: Config, plan: Plan) -> Iterator[str]:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data import rewards
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.prompts import RewardTexts, load_tokenizer, reward_texts
 from rolepool.data.reward_process import ScoringProcess
-from rolepool.data.reward_texts import READS, reward_texts
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -44,7 +43,7 @@ class RewardModel(ModelRole):
             model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*READS, ENVIRONMENT_SCORE))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*RewardTexts.READS, ENVIRONMENT_SCORE))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response: that of the environment, if it gave one, or else the model's."""
         tokens = data.select(list(TOKENS), [], [])
