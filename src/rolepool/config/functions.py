@@ -128,13 +128,10 @@ def import_environment(path: str | None, name: str | None) -> Any:
 
 def import_extensions(extensions: Iterable[str]) -> None:
     """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
+    fix = "name an installed module, a module in the current folder, or a .py file"
     for extension in extensions:
-        setting = f"trainer.extensions={extension}"
-        fix = "name an installed module, a module in the current folder, or a .py file"
-        if not extension.endswith(".py"):
-            _import(setting, fix, extension)
-        else:
-            _import_file(setting, fix, extension)
+        load = _import_file if extension.endswith(".py") else _import
+        load(f"trainer.extensions={extension}", fix, extension)
         if extension not in EXTENSIONS:
             EXTENSIONS.append(extension)
 

@@ -25,9 +25,9 @@ from pydantic import ValidationError
 
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
-from rolepool.config.hydra_files import load_file
 from rolepool.config.other_keys import NULL_IS_UNSET, VERL_KEYS, find_other, renamed
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
+from rolepool.config.sources import load_file
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")

@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rolepool.config.recipes import DEMO_MARKER
+from rolepool.config.sources import DEMO_MARKER
 from rolepool.errors import ConfigError
 
 SEED = 1
