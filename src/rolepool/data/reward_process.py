@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
-from rolepool.data.rewards import Reward, RewardError, Row, SampleError, Scored
+from rolepool.data.rewards import RewardError, RewardFunction, Row, SampleError, Scored
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class ChildProcess:
         theirs.close()
 
 
-class ScoringProcess(ChildProcess, Reward):
-    """Scores with another `Reward` in a child process. A child that a sample holds up, or that died, is replaced."""
+class ScoringProcess(ChildProcess):
+    """Calls a reward function in a child process. A child that a sample holds up, or that died, is replaced."""
 
-    def __init__(self, reward: Reward, keys: CustomRewardFunctionConfig) -> None:
+    def __init__(self, reward: RewardFunction, keys: CustomRewardFunctionConfig) -> None:
         self._reward = reward
         self._timeout_s, self._is_tolerant = keys.timeout_s, keys.on_error == "zero"
 

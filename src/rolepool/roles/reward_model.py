@@ -89,7 +89,8 @@ class RuleReward(Worker):
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
         reward = rewards.load_reward_function(config, setup.reward)
-        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
+        in_process = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else None
+        self.reward: rewards.Reward = in_process or reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))
@@ -109,7 +110,7 @@ class RuleReward(Worker):
         """What the function returns for each response, with the penalty for overlong responses."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
-        scored = rewards.score_batch(self.reward, data, texts)
+        scored = rewards.score_batch(self.reward, data.non_tensor_batch, texts)
         if self.keys.overlong_buffer_cfg.enable:
             num_tokens = map(len, responses)
             scored = [rewards.with_overlong_penalty(*row, self.keys) for row in zip(scored, num_tokens, strict=True)]
