@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
 from rolepool.config import Config, show
@@ -79,9 +79,7 @@ _Text = Annotated[str, Field(min_length=1), Tag("text")]
 _Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Row(BaseModel, strict=True):
     prompt: Annotated[_Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")]
     data_source: Annotated[str, Field(min_length=1)] | None = None  # with a length, pydantic checks the Unicode too
     reward_model: dict[str, Any] | None = None

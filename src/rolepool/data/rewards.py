@@ -152,7 +152,7 @@ class FunctionInFile(NamedTuple):
         module.__file__ = str(self.file)
         sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
         try:
-            # With dont_inherit, a `from __future__` import of this module would not hold for the user's code.
+            # dont_inherit: a `from __future__` import of this module must not hold for the user's code.
             exec(compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True), vars(module))
         except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()

@@ -75,8 +75,7 @@ class ToolProcess(ChildProcess):
         try:
             self._channel.send((function, arguments))
             await asyncio.wait_for(self._has_answered(), self._timeout_s)
-            outcome: Outcome = self._channel.recv()
-            return outcome
+            return Outcome(*self._channel.recv())
         except TimeoutError:
             self._end_child()
             return Outcome(error=f"no result after environment.timeout_s={self._timeout_s:g}")

@@ -39,8 +39,6 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
 def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """One pool on all GPUs, all roles in it."""
     needed, _ = needed_roles(config)
-    if not any(gpus_per_node):
-        raise PlacementError("Not enough GPUs: no node has one; set trainer.n_gpus_per_node")
     return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(needed, GLOBAL_POOL))
 
 
