@@ -40,10 +40,8 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = folder / "model"
-        self.reward_model = folder / "reward_model"
-        self.train_file = folder / "train.jsonl"
-        self.val_file = folder / "val.jsonl"
+        self.model, self.reward_model = folder / "model", folder / "reward_model"
+        self.train_file, self.val_file = folder / "train.jsonl", folder / "val.jsonl"
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:

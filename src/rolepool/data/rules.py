@@ -165,14 +165,8 @@ def _verified(answer: str, wanted: str) -> bool:
 
 # --- which rule scores a row --------------------------------------------------------------------------------------
 
-RULES: dict[str, Rule] = {
-    "exact_match": exact_match,
-    "position_match": position_match,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "math": math_boxed,
-    "math_dapo": math_dapo,
-}
+RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
+RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
 
 
 def rule_for(data_source: str) -> Rule:
