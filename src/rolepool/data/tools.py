@@ -20,7 +20,7 @@ from rolepool.config import Config
 from rolepool.config.functions import import_environment
 from rolepool.config.run_keys import EnvironmentConfig
 from rolepool.data.reward_process import ChildProcess
-from rolepool.errors import ConfigError, one_line
+from rolepool.errors import explained, one_line
 
 RESET, GET_REWARD = "reset", "get_reward"
 
@@ -43,12 +43,10 @@ def template_options(config: Config) -> dict[str, Any]:
     environment = import_environment(config.environment.path, config.environment.name)
     options, schemas = dict(config.data.apply_chat_template_kwargs), []
     for name in tools_of(environment):
-        try:
+        fix = "write a docstring with a line for each argument under Args:, and type hints"
+        tool = f"environment.name={config.environment.name}: the tool {name}"
+        with explained(f"{tool} cannot be described", fix, Exception):  # it may raise anything
             schemas.append(get_json_schema(getattr(environment, name)))
-        except Exception as error:
-            fix = "write a docstring with a line for each argument under Args:, and type hints"
-            tool = f"environment.name={config.environment.name}: the tool {name}"
-            raise ConfigError(f"{tool} cannot be described: {one_line(error)}; {fix}") from error
     return {**options, "tools": schemas} if schemas else options
 
 
