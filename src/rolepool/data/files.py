@@ -154,10 +154,9 @@ class JsonlRows:
     """Rows numbered from 0. Only the offsets of the lines are kept."""
 
     def __init__(self, file: Path, max_rows: int | None = None) -> None:
-        self._file, self.source = file, file.stem
-        self._starts = array("Q")
-        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
-        start = 0
+        self._file, self.source, start = file, file.stem, 0
+        self._starts, self._lines = array("Q"), array("Q")
+        """The offset and the number of each line, from 1; blank lines are not rows."""
         with file.open("rb") as lines:
             for line, text in enumerate(lines, start=1):
                 if text.strip():
