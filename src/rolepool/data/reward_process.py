@@ -8,6 +8,8 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import pickle
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -99,9 +101,11 @@ class ScoringProcess(ChildProcess):
         if self._pid is None:
             self._start_child()
         self._channel.send(rows)
+        arrival = select.poll()  # much faster than the poll of the channel
+        arrival.register(self._channel, select.POLLIN)
         for name, _ in rows:
             try:
-                if self._channel.poll(self._timeout_s):
+                if arrival.poll(self._timeout_s * 1000):
                     yield self._channel.recv()
                     continue
                 problem = f"no score after custom_reward_function.timeout_s={self._timeout_s:g}"
@@ -121,4 +125,4 @@ class ScoringProcess(ChildProcess):
                 except RewardError as error:
                     outcome = error
                 sys.stdout.flush()
-                channel.send(outcome)
+                channel.send_bytes(pickle.dumps(outcome))  # as `send` does, but faster
