@@ -195,7 +195,7 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe; `rolepool train NAME` trains it")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.config.recipes import recipe_names, recipe_text
+    from rolepool.config.sources import recipe_names, recipe_text
 
     if options.name is not None:
         print(recipe_text(options.name), end="")

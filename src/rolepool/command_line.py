@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
 def is_input(word: str) -> bool:
     """Whether a word is a config file, a recipe or an override."""
-    from rolepool.config.recipes import recipe_names
+    from rolepool.config.sources import recipe_names
 
     is_file = word.endswith((".yaml", ".yml")) or os.path.isfile(word)  # noqa: PTH113 (never raises)
     return is_file or "=" in word or word in recipe_names()
@@ -87,7 +87,7 @@ def is_input(word: str) -> bool:
 def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "LoadedConfig":
     """Load the config from files, recipes and overrides: the parsed words, or these."""
     from rolepool.config import load_config
-    from rolepool.config.hydra_files import named_file
+    from rolepool.config.sources import named_file
 
     words = options.words if words is None else words
     files = [word for word in words if "=" not in word and not word.startswith("~")]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rolepool.algorithm.registry import policy_losses
 from rolepool.config import load_config
+from rolepool.config.functions import policy_losses
 from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import flat_values

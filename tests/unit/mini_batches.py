@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts
-from rolepool.algorithm.registry import policy_losses
 from rolepool.config import load_config
+from rolepool.config.functions import policy_losses
 from rolepool.config.model_keys import ActorConfig
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -24,8 +24,7 @@ from mini_batches import (
 from torch import Tensor
 
 from rolepool.algorithm.losses import LossCounts
-from rolepool.algorithm.registry import policy_losses
-from rolepool.config.functions import POLICY_LOSSES
+from rolepool.config.functions import POLICY_LOSSES, policy_losses
 from rolepool.errors import ConfigError
 
 NAMES = tuple(name for name in POLICY_LOSSES if name != "vanilla")

@@ -21,13 +21,12 @@ from rolepool.data.rewards import (
     with_overlong_penalty,
 )
 from rolepool.errors import ConfigError
-from rolepool.protocol import DataProto
 
 # Batches
 
 
-def batch(**changes: Any) -> DataProto:
-    columns = {
+def batch(**changes: Any) -> dict[str, Any]:
+    return {
         "data_source": ["openai/gsm8k", "exact_match"],
         "reward_model": [{"ground_truth": "7"}, {"ground_truth": "b"}],
         "extra_info": [{}, {"level": 3}],
@@ -35,7 +34,6 @@ def batch(**changes: Any) -> DataProto:
         "uid": ["epoch0-row0", "epoch0-row8"],
         **changes,
     }
-    return DataProto.from_dict(non_tensors=columns)
 
 
 def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction | WeightedRewards:

@@ -11,8 +11,7 @@ import pytest
 from rolepool.api import summarise
 from rolepool.command_line import Parser, load_words
 from rolepool.config import LoadedConfig, load_config
-from rolepool.config.loading import unknown_key
-from rolepool.config.other_keys import VERL_KEYS, renamed
+from rolepool.config.loading import VERL_KEYS, renamed, unknown_key
 from rolepool.config.schema import all_keys, all_sections
 from rolepool.errors import ConfigError
 

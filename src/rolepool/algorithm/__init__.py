@@ -7,7 +7,7 @@ code may import from here (docs/extending.md). The other two modules register th
 
 from rolepool.algorithm import advantages, policy_losses
 from rolepool.algorithm.losses import agg_loss, keep_masked, masked_mean, masked_sum, masked_whiten
-from rolepool.algorithm.registry import register_adv_est, register_policy_loss
+from rolepool.config.functions import register_adv_est, register_policy_loss
 
 __all__ = ["advantages", "agg_loss", "keep_masked", "masked_mean", "masked_sum", "masked_whiten", "policy_losses"]
 __all__ += ["register_adv_est", "register_policy_loss"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.losses import keep_masked, masked_kl_penalty, masked_mean, masked_sum, masked_whiten
-from rolepool.algorithm.registry import adv_estimators, register_adv_est
+from rolepool.config.functions import adv_estimators, register_adv_est
 from rolepool.config.run_keys import KlCtrlConfig
 from rolepool.errors import ConfigError, DataError
 

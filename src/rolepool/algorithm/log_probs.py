@@ -29,8 +29,7 @@ class LinearLogProbs:
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """hidden is [tokens, size], weight [vocabulary, size], labels [tokens]. Both results are [tokens], in float32
         if hidden has 16 bits."""
-        scores: tuple[Tensor, Tensor] = _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-untyped-call]
-        return scores
+        return _Function.apply(hidden, weight, labels, temperature, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, num_tokens: int, vocab_size: int) -> Iterator[slice]:
         """As few pieces as possible, of about the same size, because a small last piece would need its own kernels."""

@@ -88,25 +88,20 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
                     expectation is the gradient of the KL; a capped token has this gradient, too
     """
     difference = logprob - ref_logprob
-    estimate = _kl_estimate(difference, kl_penalty.removesuffix("+"))
-    if not kl_penalty.endswith("+"):
-        return estimate
     k2 = 0.5 * difference.square()
-    return estimate.detach() + (k2 - k2.detach())
-
-
-def _kl_estimate(difference: Tensor, name: str) -> Tensor:
-    match name:
+    match kl_penalty.removesuffix("+"):
         case "kl" | "k1":
-            return difference
+            estimate = difference
         case "abs":
-            return difference.abs()
+            estimate = difference.abs()
         case "mse" | "k2":
-            return 0.5 * difference.square()
+            estimate = k2
         case "low_var_kl" | "k3":
             clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
-    raise ValueError(f"unknown KL estimator {name!r}")
+            estimate = (torch.expm1(-clamped) + clamped).clamp(max=MAX_K3)
+        case name:
+            raise ValueError(f"unknown KL estimator {name!r}")
+    return estimate.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else estimate
 
 
 def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tensor, estimator: str) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rolepool.algorithm.losses import MAX_LOG_RATIO, Loss, LossCounts, agg_loss, keep_masked, masked_mean, token_mean
-from rolepool.algorithm.registry import register_policy_loss
+from rolepool.config.functions import register_policy_loss
 from rolepool.config.model_keys import ActorConfig
 from rolepool.seeds import derive_seed
 

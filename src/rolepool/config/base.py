@@ -38,10 +38,10 @@ def follows(key: str) -> Any:
     return Field(default=f"${{{key}}}")
 
 
-Table = TypeVar("Table")
+Item = TypeVar("Item")
 
 
-def read_table(file: Path, form: type[Table]) -> Table:
+def read_table(file: Path, form: type[Item]) -> Item:
     """A table of this package that is stored as YAML. The C loader, if PyYAML has it, is 15 times as fast."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return TypeAdapter(form).validate_python(yaml.load(file.read_text(encoding="utf-8"), loader))
@@ -66,6 +66,5 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], Strict(False), BeforeValidator(_as_tuple)]
 """A list of texts. One text needs no brackets, and null is an empty list."""

@@ -47,20 +47,13 @@ def num_slots(device: str) -> int:
 
 
 def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
-    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys."""
+    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys.
+
+    The policy must have positions for both lengths. If neither is set, the prompt gets at most half of the positions.
+    """
     mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    fitted = {
-        mini_batch: divisor_near(config.data.train_batch_size, config.at(mini_batch)),
-        **_lengths(config, set_keys),
-    }
-    return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}
-
-
-def _lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
-    """Lengths that the policy has positions for. If neither length is set, the prompt gets at most half of them."""
     prompt_key, response_key = "data.max_prompt_length", "data.max_response_length"
-    model = config.actor_rollout_ref.model
-    prompt, response = config.at(prompt_key), config.at(response_key)
+    model, prompt, response = config.actor_rollout_ref.model, config.at(prompt_key), config.at(response_key)
     with suppress(ValueError, TypeError, AttributeError):  # not on disk, or it does not say how many positions it has
         positions = num_positions(read_model_file(model.path, model.override_config))
         room = positions - response if response_key in set_keys else positions // 2
@@ -68,4 +61,6 @@ def _lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
             prompt = min(prompt, room)
         if positions > prompt:
             response = min(response, positions - prompt)
-    return {prompt_key: prompt, response_key: response}
+    fitted = {prompt_key: prompt, response_key: response}
+    fitted[mini_batch] = divisor_near(config.data.train_batch_size, config.at(mini_batch))
+    return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}

@@ -1,17 +1,19 @@
 """Functions and classes that a key names: which names there are, and importing those that users write.
 
-A key holds a known name, or `module:name`. This module does not import rolepool's own functions, because they need
-torch; `rolepool.algorithm` adds the names that users register.
+A key holds a known name, or `module:name`. A user adds an advantage estimator or a policy loss with
+`register_adv_est("name")` or `register_policy_loss("name")`. These functions are called with keyword arguments and must
+accept more than they use (`**kwargs`). This module does not import rolepool's own functions, because they need torch;
+`rolepool.algorithm` registers them.
 """
 
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
@@ -22,6 +24,7 @@ Needs = tuple[str, ...]
 
 Known = dict[str, Needs]
 """What the functions that a key can name need, by their names."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _COMPARING = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 """Estimators that compare the responses to one prompt."""
@@ -66,8 +69,51 @@ def import_object(key: str, reference: str) -> Any:
     return _import(f"{key}={reference}", fix, module, name)
 
 
-def import_environment(path: str | None, name: str) -> Any:
-    """The environment that the keys name: a class with the method `reset`, or an async function."""
+class Registry:
+    """The functions that one key of the config can name."""
+
+    def __init__(self, key: str, known: Known) -> None:
+        self._key, self._known = key, known
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def register(self, name: str, needs: Sequence[str] = ()) -> Callable[[Function], Function]:
+        """A decorator that gives a function a name. `needs` names the arguments that must not be None."""
+
+        def add(function: Function) -> Function:
+            if self._functions.setdefault(name, function) is not function:
+                raise ConfigError(f"{self._key}: {name} is registered twice; give one function another name")
+            self._known.setdefault(name, tuple(needs))
+            return function
+
+        return add
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """The function of this name. `module:function` is imported, also from the current folder."""
+        if ":" not in name:
+            return self._functions[check_name(self._known, name)]
+        function: Callable[..., Any] = import_object(self._key, name)
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ConfigError(f"{self._key}={name}: must accept further keyword arguments; add **kwargs to it")
+        return function
+
+    def needs_of(self, name: str) -> Needs:
+        """What the function of this name was registered to need."""
+        function = self.find(name)
+        return next((self._known[known] for known, other in self._functions.items() if other is function), ())
+
+
+adv_estimators = Registry("algorithm.adv_estimator", ADV_ESTIMATORS)
+policy_losses = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", POLICY_LOSSES)
+register_adv_est = adv_estimators.register
+register_policy_loss = policy_losses.register
+
+
+def import_environment(path: str | None, name: str | None) -> Any:
+    """The environment that the keys name: a class with the method `reset`, or an async function. None if they name
+    none."""
+    if name is None:
+        return None
     if path is None:
         found = import_object("environment.name", name)
     else:
@@ -82,13 +128,10 @@ def import_environment(path: str | None, name: str) -> Any:
 
 def import_extensions(extensions: Iterable[str]) -> None:
     """Import the modules of `trainer.extensions`: names of modules, or paths of .py files."""
+    fix = "name an installed module, a module in the current folder, or a .py file"
     for extension in extensions:
-        setting = f"trainer.extensions={extension}"
-        fix = "name an installed module, a module in the current folder, or a .py file"
-        if not extension.endswith(".py"):
-            _import(setting, fix, extension)
-        else:
-            _import_file(setting, fix, extension)
+        load = _import_file if extension.endswith(".py") else _import
+        load(f"trainer.extensions={extension}", fix, extension)
         if extension not in EXTENSIONS:
             EXTENSIONS.append(extension)
 

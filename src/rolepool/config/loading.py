@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked Config, or to a list of all problems.
 
-Owns merging, `${...}` references (with OmegaConf), what a key means, and the messages about single keys. Rules about
-combinations of keys are in `schema`, and what is known about the keys of other trainers in `other_keys`.
+Owns merging, `${...}` references (with OmegaConf), what a key means, the messages about single keys, and the decision
+about keys of other trainers (the table is `other_keys.yaml`). Rules about combinations of keys are in `schema`.
 """
 
 import copy
@@ -16,23 +16,25 @@ from functools import lru_cache, partial, reduce
 from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from rolepool.config.base import Items, Section, read_table
 from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
-from rolepool.config.hydra_files import load_file
-from rolepool.config.other_keys import NULL_IS_UNSET, VERL_KEYS, find_other, renamed
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
+from rolepool.config.sources import load_file
 from rolepool.errors import ConfigError, explained, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 MIN_SIMILARITY = 0.9
 """How similar a key must be to the one that the user wrote. 1.0 is equal."""
+NULL_IS_UNSET = ("reward_model.", "custom_reward_function.")
+"""Sections in which null in a file means that the key is not set: newer files of verl have these sections twice."""
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -388,3 +390,52 @@ def _sentence(leaf: str, item: Any) -> str:
     allowed += f"; see `rolepool config {leaf}`" if path != leaf else ""
     value = "" if item["type"] == "missing" else f"={show(item['input'])}"
     return f"{path}{value}: {allowed}"
+
+
+# Keys of verl that rolepool does not have: other names of its own keys, keys without effect, keys that it refuses
+
+
+class OtherKey(Section):
+    """Keys, or sections, of another trainer that are treated in the same way."""
+
+    keys: Items[str]
+    """Their names, as patterns. A section stands for all keys below it."""
+    works: Literal["any", "warned", "if_off"]
+    """Which values are accepted: any value; any value, and the user is warned unless it is off; or off alone."""
+    reason: str
+    """Why they have no effect, or why they are refused and what to write instead."""
+    same: Items[Any] = ()
+    """Values that mean what rolepool does in any case. They count as off."""
+
+    def is_off(self, value: Any) -> bool:
+        """Whether the value asks for nothing that rolepool does not do."""
+        return value in (None, False, "", "???") or value in ([], {}, *self.same)
+
+
+class OtherKeys(Section):
+    """The table."""
+
+    renamed: dict[str, str]
+    """Other names of keys and sections, as patterns. A new name may be renamed again by a later pattern."""
+    same_values: dict[str, dict[Any, Any]]
+    """Other ways to write a value, by key. false is 0."""
+    other_keys: Items[OtherKey]
+    """The first entry with a pattern that matches decides."""
+
+
+VERL_KEYS = read_table(Path(__file__).with_name("other_keys.yaml"), OtherKeys)
+
+
+def renamed(path: str) -> str:
+    """The name that rolepool has for this key; the same name if it has no other."""
+    for pattern, name in VERL_KEYS.renamed.items():
+        path = re.sub(rf"^{pattern}(?=\.|$)", name, path)
+    return path
+
+
+def find_other(path: str) -> OtherKey | None:
+    """The entry for a key that rolepool does not have."""
+    for other in VERL_KEYS.other_keys:
+        if any(re.fullmatch(rf"(?:{pattern})(\..*)?", path) for pattern in other.keys):
+            return other
+    return None

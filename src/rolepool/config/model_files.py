@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from rolepool.errors import RolepoolError, first_few, one_line
 
@@ -103,11 +103,9 @@ def num_positions(content: Mapping[str, Any]) -> int:
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
-class ModelShape(BaseModel):
+class ModelShape(BaseModel, frozen=True, strict=True, populate_by_name=True):
     """A decoder-only transformer with gated MLPs, such as Llama, Mistral, Qwen and DeepSeek-LLM. The aliases are the
     names of the entries in config.json."""
-
-    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
 
     hidden_size: Size
     num_layers: Size = Field(alias="num_hidden_layers")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from rolepool.config.base import Count, CountOrMinusOne, CountOrZero, Items, NonNegative, Positive, Ratio, Section
 from rolepool.config.functions import AdvEstimatorName, StepName, StrategyName
@@ -242,10 +242,9 @@ def _without_removed(pools: Any) -> Any:
     return {name: pool for name, pool in pools.items() if pool is not None} if isinstance(pools, dict) else pools
 
 
-class RolePoolsConfig(Section):
+class RolePoolsConfig(Section, extra="allow"):
     """The pool of each role. Added roles are here, too; the loader accepts only names of roles."""
 
-    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, str | None]
 
     actor_rollout: str | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, create_model, model_validator
+from pydantic import Field, TypeAdapter, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from rolepool.config import model_keys, run_keys
@@ -21,10 +21,8 @@ ROLE_SETTINGS: dict[str, type[Section]] = {}
 """The keys of each added role. `rolepool.placement.roles.register_role` adds them."""
 
 
-class AddedRolesConfig(Section):
+class AddedRolesConfig(Section, extra="allow"):
     """A section for each added role."""
-
-    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod

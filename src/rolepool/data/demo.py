@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rolepool.config.recipes import DEMO_MARKER
+from rolepool.config.sources import DEMO_MARKER
 from rolepool.errors import ConfigError
 
 SEED = 1
@@ -40,10 +40,8 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = folder / "model"
-        self.reward_model = folder / "reward_model"
-        self.train_file = folder / "train.jsonl"
-        self.val_file = folder / "val.jsonl"
+        self.model, self.reward_model = folder / "model", folder / "reward_model"
+        self.train_file, self.val_file = folder / "train.jsonl", folder / "val.jsonl"
 
 
 def make_demo(folder: str | os.PathLike[str]) -> Demo:

@@ -8,16 +8,16 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
 from rolepool.config import Config, show
@@ -79,9 +79,7 @@ _Text = Annotated[str, Field(min_length=1), Tag("text")]
 _Chat = Annotated[list[_Message], Field(min_length=1), Tag("chat")]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Row(BaseModel, strict=True):
     prompt: Annotated[_Text | _Chat, Discriminator(lambda prompt: "text" if isinstance(prompt, str) else "chat")]
     data_source: Annotated[str, Field(min_length=1)] | None = None  # with a length, pydantic checks the Unicode too
     reward_model: dict[str, Any] | None = None
@@ -156,10 +154,9 @@ class JsonlRows:
     """Rows numbered from 0. Only the offsets of the lines are kept."""
 
     def __init__(self, file: Path, max_rows: int | None = None) -> None:
-        self._file, self.source = file, file.stem
-        self._starts = array("Q")
-        self._lines = array("Q")  # line numbers, from 1; blank lines are not rows
-        start = 0
+        self._file, self.source, start = file, file.stem, 0
+        self._starts, self._lines = array("Q"), array("Q")
+        """The offset and the number of each line, from 1; blank lines are not rows."""
         with file.open("rb") as lines:
             for line, text in enumerate(lines, start=1):
                 if text.strip():
@@ -185,19 +182,16 @@ class JsonlRows:
         return place, row
 
 
-class TableRows:
+class TableRows(NamedTuple):
     """Rows of a Parquet file or of a dataset, numbered from 0."""
 
-    def __init__(self, name: str, source: str, table: Any) -> None:
-        self._name, self.source, self._table = name, source, table
-        self.num_rows: int = table.num_rows
+    name: str
+    source: str
+    num_rows: int
+    row: Callable[[int], Row]
 
     def read(self, number: int) -> tuple[str, Row]:
-        place = f"{self._name}, row {number} (the first is 0)"
-        if not isinstance(self._table, pyarrow.Table):
-            return place, self._table[number]
-        (row,) = self._table.slice(number, 1).to_pylist()
-        return place, row
+        return f"{self.name}, row {number} (the first is 0)", self.row(number)
 
 
 def open_rows(path: str, key: str, max_rows: int | None = None) -> JsonlRows | TableRows:
@@ -217,7 +211,7 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> JsonlRows | T
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
         first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
         table = parquet.read() if max_rows is None else pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        return TableRows(str(file), file.stem, table)
+        return TableRows(str(file), file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
 
 
 _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
@@ -252,4 +246,4 @@ def _load_from_hub(path: str, key: str) -> TableRows:
             loaded = splits[split]
         else:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
-    return TableRows(path, folder.name if folder.is_dir() else name, loaded)
+    return TableRows(path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__)

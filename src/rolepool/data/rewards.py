@@ -6,28 +6,23 @@ function itself, from the config section. Imports no torch, because `rolepool.da
 Does not know tokens: its input is the text of the responses.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import symtable
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rolepool.config import Config, show
 from rolepool.config.model_keys import RewardKwargsConfig
 from rolepool.data.rules import RULES, Rule, Score, rule_for
 from rolepool.errors import ConfigError, RolepoolError, explained
-
-if TYPE_CHECKING:
-    from rolepool.protocol import DataProto
 
 PYTHON_FUNCTION = "(a Python function)"
 """Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
@@ -67,32 +62,27 @@ Row = tuple[str, dict[str, Any]]
 """The name of a row in error messages, and the inputs of `compute_score`."""
 
 
-class Reward:
-    """Scores responses, one after another."""
+class Reward(Protocol):
+    """Scores responses: a function in this process, or a process with it."""
 
-    name: str
-    """Its name in error messages; a user's function includes the key and the file."""
-    is_users = False
-    """Whether it runs code of the user."""
-
-    def score(self, row: str, **inputs: Any) -> Scored:
-        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
-        raise NotImplementedError
-
-    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
-        return [self.score(name, **inputs) for name, inputs in rows]
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored]: ...
 
 
-class RewardFunction(Reward):
+class RewardFunction:
     """One function. The user's function is called as `compute_score(data_source=..., solution_str=..., ...)`."""
 
     def __init__(self, function: Callable[..., Any], name: str, file: Path | None = None) -> None:
-        self._function = function
-        self._file = file
-        self.name = name
-        self.is_users = file is not None
+        self._function, self._file = function, file
+        self.name, self.is_users = name, file is not None
+        """Its name in error messages, which includes the key and the file of a user's function, and whether it runs
+        code of the user."""
+
+    def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
+        """The scores of the rows, one after another."""
+        return [self.score(name, **inputs) for name, inputs in rows]
 
     def score(self, row: str, **inputs: Any) -> Scored:
+        """The score of one response. `row` names its row in error messages; `inputs` are those of `compute_score`."""
         try:
             result = self._function(**inputs)
         except BaseException as error:  # also sys.exit(), which must not end the process silently
@@ -112,13 +102,11 @@ class RewardFunction(Reward):
         return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
 
 
-class WeightedRewards(Reward):
+class WeightedRewards(RewardFunction):
     """The weighted sum of several functions. The score of each is logged under its name."""
 
-    name = "reward.functions"
-
     def __init__(self, parts: Sequence[tuple[str, float, RewardFunction]]) -> None:
-        self._parts = parts
+        self._parts, self.name = parts, "reward.functions"
         self.is_users = any(function.is_users for _, _, function in parts)
 
     def score(self, row: str, **inputs: Any) -> Scored:
@@ -164,7 +152,7 @@ class FunctionInFile(NamedTuple):
         module.__file__ = str(self.file)
         sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
         try:
-            # Without dont_inherit, the `from __future__` imports of this module would also hold for the user's code.
+            # dont_inherit: a `from __future__` import of this module must not hold for the user's code.
             exec(compile(self.file.read_bytes(), str(self.file), "exec", dont_inherit=True), vars(module))
         except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()
@@ -223,7 +211,7 @@ def check_functions(config: Config) -> None:
             function.check()
 
 
-def load_reward_function(config: Config, given: Callable[..., Any] | None = None) -> Reward:
+def load_reward_function(config: Config, given: Callable[..., Any] | None = None) -> RewardFunction:
     """The function that a Python program has given, or the functions of the config, or the built-in rules for data
     sources if there is neither."""
     custom, entries = config.custom_reward_function, config.reward.functions
@@ -240,11 +228,11 @@ def load_reward_function(config: Config, given: Callable[..., Any] | None = None
     return functions.get(custom.name) or RewardFunction(score_by_rule, "built-in reward")
 
 
-def score_batch(reward: Reward, batch: DataProto, responses: Sequence[str]) -> list[Scored]:
+def score_batch(reward: Reward, columns: Mapping[str, Iterable[Any]], responses: Sequence[str]) -> list[Scored]:
     """The scores of the responses to a batch, which has the columns of `prompts.batch_of`."""
     rows: list[Row] = []
-    columns = (batch.non_tensor_batch[name] for name in SCORED_COLUMNS)
-    for response, data_source, reward_model, extra_info, origin, uid in zip(responses, *columns, strict=True):
+    named = (columns[name] for name in SCORED_COLUMNS)
+    for response, data_source, reward_model, extra_info, origin, uid in zip(responses, *named, strict=True):
         inputs = (data_source, response, reward_model.get("ground_truth"), extra_info)
         rows.append((f"{origin} (uid {uid})", dict(zip(INPUTS, inputs, strict=True))))
     return reward.score_rows(rows)

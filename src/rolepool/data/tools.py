@@ -20,7 +20,7 @@ from rolepool.config import Config
 from rolepool.config.functions import import_environment
 from rolepool.config.run_keys import EnvironmentConfig
 from rolepool.data.reward_process import ChildProcess
-from rolepool.errors import ConfigError, one_line
+from rolepool.errors import explained, one_line
 
 RESET, GET_REWARD = "reset", "get_reward"
 
@@ -32,12 +32,6 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def load_environment(config: Config) -> Any:
-    """The class or the async function that the config names; None if it names none. Raises ConfigError."""
-    keys = config.environment
-    return None if keys.name is None else import_environment(keys.path, keys.name)
-
-
 def tools_of(environment: Any) -> list[str]:
     """The names of the tools of a class: its other public methods. A function has none."""
     methods = inspect.getmembers(environment, inspect.isfunction) if inspect.isclass(environment) else []
@@ -46,15 +40,13 @@ def tools_of(environment: Any) -> list[str]:
 
 def template_options(config: Config) -> dict[str, Any]:
     """The options of the chat template for prompts: those of the config, and the schemas of the environment's tools."""
-    environment, options = load_environment(config), dict(config.data.apply_chat_template_kwargs)
-    schemas = []
+    environment = import_environment(config.environment.path, config.environment.name)
+    options, schemas = dict(config.data.apply_chat_template_kwargs), []
     for name in tools_of(environment):
-        try:
+        fix = "write a docstring with a line for each argument under Args:, and type hints"
+        tool = f"environment.name={config.environment.name}: the tool {name}"
+        with explained(f"{tool} cannot be described", fix, Exception):  # it may raise anything
             schemas.append(get_json_schema(getattr(environment, name)))
-        except Exception as error:
-            fix = "write a docstring with a line for each argument under Args:, and type hints"
-            tool = f"environment.name={config.environment.name}: the tool {name}"
-            raise ConfigError(f"{tool} cannot be described: {one_line(error)}; {fix}") from error
     return {**options, "tools": schemas} if schemas else options
 
 
@@ -81,8 +73,7 @@ class ToolProcess(ChildProcess):
         try:
             self._channel.send((function, arguments))
             await asyncio.wait_for(self._has_answered(), self._timeout_s)
-            outcome: Outcome = self._channel.recv()
-            return outcome
+            return Outcome(*self._channel.recv())
         except TimeoutError:
             self._end_child()
             return Outcome(error=f"no result after environment.timeout_s={self._timeout_s:g}")

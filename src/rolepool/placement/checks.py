@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rolepool.config import Config, model_files, show
 from rolepool.config.fitting import num_cores
-from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, OTHER_ENGINES, import_environment, import_object
+from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
@@ -40,7 +40,10 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
     problems += [*_engine(config), *_packing(config, plan)]
-    _import_environment(config)
+    # Raise ConfigError unless the environment and the function that reads tool calls can be imported.
+    import_environment(config.environment.path, config.environment.name)
+    if ":" in (calls := config.actor_rollout_ref.rollout.multi_turn.format):
+        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -132,25 +135,22 @@ def _lengths(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks."""
+    """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks. Engines that
+    cannot be trained with yet are reported by `LoadedConfig.why_not_trained`."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     if ":" in keys.engine:
         import_object("actor_rollout_ref.rollout.name", keys.engine)
-        return
-    if keys.engine in OTHER_ENGINES:  # `LoadedConfig.why_not_trained` reports it
-        return
     reasons = engines_of(config)
     if (reason := reasons.get(keys.engine)) is not None:
         able = [name for name, problem in reasons.items() if problem is None]
         fix = f"set actor_rollout_ref.rollout.name={able[0]}" if able else "choose another model"
         yield f"actor_rollout_ref.model.path={model.path}: {reason}; {fix}"
-    if reason is not None or keys.engine != "native":
-        return
-    with suppress(ValueError):  # models that are not on disk yet
-        shape = model_files.read_shape(model.path, model.override_config)
-        counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
-        if (problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
-            yield problem
+    elif keys.engine == "native":
+        with suppress(ValueError):  # models that are not on disk yet
+            shape = model_files.read_shape(model.path, model.override_config)
+            counts = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
+            if (problem := model_files.why_not_parallel(*counts, keys.tensor_model_parallel_size)) is not None:
+                yield problem
 
 
 def engines_of(config: Config) -> dict[str, str | None]:
@@ -159,15 +159,6 @@ def engines_of(config: Config) -> dict[str, str | None]:
         content = model_files.read_model_file(*model_of(config, Role.Rollout))
         return {name: model_files.why_not_run(name, content) for name in ENGINES}
     return {}
-
-
-def _import_environment(config: Config) -> None:
-    """Raise ConfigError unless the environment and the function that reads tool calls can be imported."""
-    keys, calls = config.environment, config.actor_rollout_ref.rollout.multi_turn.format
-    if keys.name is not None:
-        import_environment(keys.path, keys.name)
-    if ":" in calls:
-        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
 
 
 def _packing(config: Config, plan: Plan) -> Iterator[str]:

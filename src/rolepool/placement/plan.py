@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rolepool.config import Config
 from rolepool.config.fitting import gpu_memories
@@ -196,10 +196,8 @@ class Schedule:
 # The plan
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, frozen=True):
     """The pool of every role, and the GPUs of every pool."""
-
-    model_config = ConfigDict(frozen=True)
 
     gpus_per_node: tuple[int, ...]
     device: str

@@ -31,9 +31,6 @@ MAX_NAME = 24
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "working", "idle")
 """The figures of a role that are shown, as `RoleMemory` names them."""
 
-Overlaps = Sequence[tuple[str, str]]
-"""Pairs of operations that can run at the same time."""
-
 
 @dataclass(frozen=True, repr=False)
 class PlanSummary:
@@ -197,7 +194,7 @@ def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     return table
 
 
-def _notes(plan: Plan, overlaps: Overlaps, estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+def _notes(plan: Plan, overlaps: Sequence[tuple[str, str]], estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
     """The title and the text of each note."""
     for one, pairs in groupby(overlaps, key=lambda pair: pair[0]):
         yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import CoreSchema, core_schema
 
 from rolepool.config import Config
@@ -132,10 +132,8 @@ class RoleSpec:
         return [(operation, operation.micro_batch) for operation in self.operations if operation.micro_batch]
 
 
-class RoleTable(BaseModel):
+class RoleTable(BaseModel, extra="forbid"):
     """The content of `roles.yaml`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     roles: tuple[RoleSpec, ...]
     driver: tuple[Operation, ...]

@@ -12,14 +12,12 @@ from rolepool.errors import PlacementError
 from rolepool.placement.plan import Plan, ResourcePoolManager, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
 
-GpusPerNode = Sequence[int]
-
 GLOBAL_POOL = "global_pool"
 ACTOR_POOL = "actor_rollout_ref_pool"
 CRITIC_POOL = "critic_pool"
 
 
-def build_plan(config: Config, gpus_per_node: GpusPerNode | None = None, *, take_all: bool = False) -> Plan:
+def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
     """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
 
     `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
@@ -38,15 +36,13 @@ def build_plan(config: Config, gpus_per_node: GpusPerNode | None = None, *, take
     return plan.model_copy(update={"unused_roles": unused})
 
 
-def standard(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """One pool on all GPUs, all roles in it."""
     needed, _ = needed_roles(config)
-    if not any(gpus_per_node):
-        raise PlacementError("Not enough GPUs: no node has one; set trainer.n_gpus_per_node")
     return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(needed, GLOBAL_POOL))
 
 
-def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+def split(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """Critic, reward model and added roles like them in one pool, all other roles in another."""
     needed, unused = needed_roles(config)
     if not any(ROLE_SPECS[role].has_scalar_head for role in needed):
@@ -61,7 +57,7 @@ def split(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
     return ResourcePoolManager(pools, roles)
 
 
-def custom(config: Config, gpus_per_node: GpusPerNode) -> ResourcePoolManager:
+def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """Pools and roles as the user wrote them. Roles that the run does not need are skipped."""
     placement, (needed, unused) = config.placement, needed_roles(config)
     written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
@@ -86,7 +82,7 @@ STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": st
 """`auto` begins like `standard`, if there is no profile from which a placement can be chosen before the start."""
 
 
-def _divide(config: Config, gpus_per_node: GpusPerNode) -> tuple[list[int], list[int]]:
+def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], list[int]]:
     """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs of every node."""
     wish, counts = config.placement.split, [num_gpus for num_gpus in gpus_per_node if num_gpus]
     if sum(counts) < 2:

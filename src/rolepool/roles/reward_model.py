@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data import rewards
-from rolepool.data.prompts import load_tokenizer
+from rolepool.data.prompts import RewardTexts, load_tokenizer, reward_texts
 from rolepool.data.reward_process import ScoringProcess
-from rolepool.data.reward_texts import READS, reward_texts
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -44,7 +43,7 @@ class RewardModel(ModelRole):
             model.score.register_forward_hook(self._keep_logits)
         self.placed = FrozenModel(model, device=self.device, offload=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*READS, ENVIRONMENT_SCORE))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*RewardTexts.READS, ENVIRONMENT_SCORE))
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response: that of the environment, if it gave one, or else the model's."""
         tokens = data.select(list(TOKENS), [], [])
@@ -90,7 +89,8 @@ class RuleReward(Worker):
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
         reward = rewards.load_reward_function(config, setup.reward)
-        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
+        in_process = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else None
+        self.reward: rewards.Reward = in_process or reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))
@@ -110,7 +110,7 @@ class RuleReward(Worker):
         """What the function returns for each response, with the penalty for overlong responses."""
         responses = rows_of_responses(data.batch)
         texts = [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in responses]
-        scored = rewards.score_batch(self.reward, data, texts)
+        scored = rewards.score_batch(self.reward, data.non_tensor_batch, texts)
         if self.keys.overlong_buffer_cfg.enable:
             num_tokens = map(len, responses)
             scored = [rewards.with_overlong_penalty(*row, self.keys) for row in zip(scored, num_tokens, strict=True)]

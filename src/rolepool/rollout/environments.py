@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import Config
-from rolepool.config.functions import import_object
+from rolepool.config.functions import import_environment, import_object
 from rolepool.config.model_keys import MultiTurnConfig
 from rolepool.data import tools
 from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
@@ -351,9 +351,10 @@ class Conversations:
 
 def conversations_of(config: Config) -> Conversations | None:
     """What runs the environment that the config names; None if it names none."""
-    environment, keys = tools.load_environment(config), config.actor_rollout_ref.model
+    environment = import_environment(config.environment.path, config.environment.name)
     if environment is None:
         return None
+    keys = config.actor_rollout_ref.model
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
     tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
     processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]

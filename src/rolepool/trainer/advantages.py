@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rolepool.algorithm.advantages import KLController, apply_kl_penalty, compute_advantage
 from rolepool.algorithm.losses import LossCounts, agg_loss, compute_explained_variance
-from rolepool.algorithm.registry import adv_estimators
 from rolepool.cluster import next_call_number
 from rolepool.config import Config
+from rolepool.config.functions import adv_estimators
 from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span

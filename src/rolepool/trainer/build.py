@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rolepool.algorithm.registry import policy_losses
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
-from rolepool.config.functions import import_object
+from rolepool.config.functions import import_object, policy_losses
 from rolepool.config.model_keys import RewardModelModelConfig
-from rolepool.data.prompts import PromptSet, load_tokenizer
-from rolepool.data.reward_texts import reward_texts
+from rolepool.data.prompts import PromptSet, load_tokenizer, reward_texts
 from rolepool.data.rewards import load_reward_function
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL

@@ -61,7 +61,7 @@ def start(
     if death is not None and death.has_checkpoint:
         loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 
-    from rolepool.config.recipes import DEMO_FOLDER, trains_demo
+    from rolepool.config.sources import DEMO_FOLDER, trains_demo
 
     if trains_demo(loaded.config):
         from rolepool.data.demo import make_demo

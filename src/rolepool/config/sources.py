@@ -1,7 +1,9 @@
-"""YAML files with a `defaults` list, as verl and its users write them for Hydra.
+"""The files of a config: recipes, which are part of the package, and YAML files with a `defaults` list, as verl and its
+users write them for Hydra.
 
-Owns finding the listed files and merging them. Knows the forms of entries that verl's configs use: `_self_`, `name`,
-`group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
+Owns the names of recipes, which can be used wherever a config file can; the folder of the demo that some of them train;
+and finding and merging the files of a `defaults` list. Knows the forms of entries that verl's configs use: `_self_`,
+`name`, `group: name` and `group@section: name`. Hydra itself is not used, because its versions need another OmegaConf.
 """
 
 from collections.abc import Iterator
@@ -10,23 +12,49 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rolepool.config.recipes import file_of
+from rolepool.config.schema import Config
 from rolepool.errors import ConfigError
 
+RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
+DEMO_FOLDER = "runs/demo_data"
+"""Where the demo's recipes find their model and prompts, below the current folder."""
+DEMO_MARKER = "made_by_rolepool.json"
+"""A file in the folder of a complete demo."""
 OWN_NAMES = ("ppo_trainer", "_generated_ppo_trainer")
 """Files of verl that contain its defaults. If they are not found, rolepool's defaults are used, which are the same."""
 
 
+def recipe_names() -> list[str]:
+    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The YAML text of a recipe. Its first line is a comment that says what it trains."""
+    if name not in recipe_names():
+        raise ConfigError(f"recipe {name!r}: there is no such recipe; use one of {', '.join(recipe_names())}")
+    return (RECIPES_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def trains_demo(config: Config) -> bool:
+    """Whether a run needs the demo in `DEMO_FOLDER`, and rolepool may make it there."""
+    models = (config.actor_rollout_ref.model.path, config.critic.model.path, config.reward_model.model.path)
+    paths = (*config.data.train_files, *config.data.val_files, *models)
+    folder = Path(DEMO_FOLDER)
+    is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
+    return is_ours and any(str(path).startswith(f"{DEMO_FOLDER}/") for path in paths)
+
+
 def load_file(file: str) -> Any:
-    """The content of a YAML file, merged with the files of its `defaults` list. References are not resolved."""
-    path = Path(file_of(file))
+    """The content of a recipe or a YAML file, merged with the files of its `defaults` list. References are not
+    resolved."""
+    is_recipe = file in recipe_names() and not Path(file).is_file()
+    path = RECIPES_FOLDER / f"{file}.yaml" if is_recipe else Path(file)
     tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         return OmegaConf.to_container(tree, resolve=False)
     listed = [str(folder) for folder in OmegaConf.select(tree, "hydra.searchpath", default=[]) or []]
     folders = [Path(folder.removeprefix("file://")) for folder in listed if not folder.startswith("pkg://")]
-    composed = OmegaConf.to_container(_compose(tree, path.parent, [path.parent, *folders]), resolve=False)
-    assert isinstance(composed, dict)
+    composed: Any = OmegaConf.to_container(_compose(tree, path.parent, [path.parent, *folders]), resolve=False)
     return {name: value for name, value in composed.items() if name != "hydra"}
 
 
@@ -40,8 +68,7 @@ def named_file(folder: str | None, name: str | None) -> list[str]:
 
 def _compose(tree: Any, folder: Path, roots: list[Path]) -> Any:
     """A file's content on top of its defaults, or where `_self_` stands in their list."""
-    own = OmegaConf.to_container(tree, resolve=False)
-    assert isinstance(own, dict)
+    own: Any = OmegaConf.to_container(tree, resolve=False)
     listed = own.pop("defaults", [])
     parts: list[Any] = []
     for name, section in _entries(listed if "_self_" in listed else [*listed, "_self_"]):
