@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from rolepool.cluster import launch
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import WorkerGroup, find_deaths
-from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes
+from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes, outcomes
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
@@ -227,13 +227,13 @@ class Monitors:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
-        for node_id, (actor, ahead_s) in list(self._monitors.items()):
-            try:
-                taken = ray.get(actor.take.remote(), timeout=TAKE_TIMEOUT_S)
-                samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
-            except RayError as error:
-                logger.warning("node %s is not monitored any more: %s", node_id, one_line(error))
+        answers = outcomes([actor.take.remote() for actor, _ in self._monitors.values()], TAKE_TIMEOUT_S)
+        for (node_id, (_, ahead_s)), taken in zip(list(self._monitors.items()), answers, strict=True):
+            if isinstance(taken, RayError):
+                logger.warning("node %s is not monitored any more: %s", node_id, one_line(taken))
                 del self._monitors[node_id]
+                continue
+            samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
         return samples
 
 

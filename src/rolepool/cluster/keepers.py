@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.launch import live_nodes, pinned_to
+from rolepool.cluster.launch import live_nodes, outcomes, pinned_to
 from rolepool.errors import one_line
 from rolepool.files import left_behind, locked, write_atomically
 from rolepool.placement.estimate import SHARED_MEMORY
@@ -161,12 +161,8 @@ class Keepers:
             return dict.fromkeys(nodes, getattr(self._here, method)(*args))
         self._actors |= {node: self._start(node) for node in nodes if node not in self._actors}
         asked = {node: getattr(self._actors[node], method).remote(*args) for node in nodes}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
-        answers = {}
-        for node, answer in asked.items():
-            try:
-                answers[node] = ray.get(answer, timeout=0)
-            except RayError as error:
-                logger.warning("the snapshots on node %s are not used: %s", node, one_line(error))
-                del self._actors[node]
+        answers = dict(zip(asked, outcomes(asked.values(), ANSWER_TIMEOUT_S), strict=True))
+        for node in [node for node, answer in answers.items() if isinstance(answer, RayError)]:
+            logger.warning("the snapshots on node %s are not used: %s", node, one_line(answers.pop(node)))
+            del self._actors[node]
         return answers

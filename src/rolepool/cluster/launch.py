@@ -322,6 +322,19 @@ def await_all(
     return list(ray.get(list(asked)))
 
 
+def outcomes(asked: Collection[Any], timeout_s: float) -> list[Any]:
+    """Wait for these answers of actors, and return each of them, or Ray's error if there is none. It is a
+    GetTimeoutError if the answer has not arrived in time."""
+    ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+    found: list[Any] = []
+    for one in asked:
+        try:
+            found.append(ray.get(one, timeout=0))
+        except RayError as error:
+            found.append(error)
+    return found
+
+
 def cause_of(error: BaseException) -> BaseException:
     """The exception of the worker, without the exceptions that Ray wraps around it each time it is passed on."""
     while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:

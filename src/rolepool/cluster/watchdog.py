@@ -20,8 +20,8 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.group import PendingCall, WorkerGroup, error_of
-from rolepool.cluster.launch import Process, pinned_to
+from rolepool.cluster.group import PendingCall, WorkerGroup
+from rolepool.cluster.launch import Process, outcomes, pinned_to
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import first_few
 from rolepool.files import write_atomically
@@ -146,12 +146,11 @@ class Watchdog:
 
 def examine(processes: Sequence[Process]) -> list[Finding]:
     """What each process does, with its stacks if it can tell them or if its signal handler can write them."""
-    asked = [process.actor.stacks.remote() for process in processes]
-    ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+    answers = outcomes([process.actor.stacks.remote() for process in processes], ANSWER_TIMEOUT_S)
     findings = []
-    for process, answer in zip(processes, asked, strict=True):
-        is_silent = error_of(answer) is not None
-        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, ray.get(answer))
+    for process, stacks in zip(processes, answers, strict=True):
+        is_silent = isinstance(stacks, RayError)
+        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, stacks)
         findings.append(Finding(process, *told))
     return findings
 
