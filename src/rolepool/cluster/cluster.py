@@ -242,6 +242,5 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     cluster of this machine."""
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
-        nodes = live_nodes()
-        slots = launch.slot_device(device, nodes)
-        return tuple(node.slots(slots) for node in launch.nodes_with_slots(slots, nodes))
+        device, nodes = launch.nodes_with_slots(device, live_nodes())
+        return tuple(node.slots(device) for node in nodes)

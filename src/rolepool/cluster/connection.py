@@ -163,21 +163,13 @@ def _start_local_ray(**options: Any) -> None:
 
 def raise_if_ray_died() -> None:
     """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
-    if (death := ray_death()) is not None:
-        raise RayDiedError(death)
-
-
-def ray_death() -> str | None:
-    """Which part of the Ray that this process started has ended, and how; None if all parts run."""
     node: Any = ray_worker._global_node
-    if node is None:
-        return None
-    for kind, name in PARTS.items():
+    for kind, name in PARTS.items() if node is not None else ():
         for process in (started.process for started in node.all_processes.get(kind, ())):
             if (code := process.poll()) is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                return f"Ray's {name} (pid {process.pid}) died: {how}; its log: {node.get_logs_dir_path()}"
-    return None
+                log = node.get_logs_dir_path()
+                raise RayDiedError(f"Ray's {name} (pid {process.pid}) died: {how}; its log: {log}")
 
 
 # Its private folder

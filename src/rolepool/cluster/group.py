@@ -153,9 +153,6 @@ class WorkerGroup:
         answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
         return next((call for call, answer in answers if is_death_of(process, *outcomes([answer], 0))), None)
 
-    def __repr__(self) -> str:
-        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self.roles) or 'none'}>"
-
 
 @dataclass(eq=False, repr=False)
 class RoleProxy:
@@ -228,9 +225,6 @@ class RoleProxy:
                     f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
                 )
         return num_parts
-
-    def __repr__(self) -> str:
-        return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
 
 LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)

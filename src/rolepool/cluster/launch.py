@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
-from rolepool.cluster.connection import raise_if_ray_died, ray_death
+from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
-from rolepool.errors import PlacementError, RolepoolError, WorkerError
+from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.plan import Slot
 from rolepool.protocol.worker import WorkerContext
@@ -97,16 +97,12 @@ def pinned_to(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
-def slot_device(device: str, nodes: Sequence[Node]) -> str:
-    """The device of a plan's slots. `auto` means GPUs if the cluster has any."""
-    if device != "auto":
-        return device
-    return "cuda" if any(node.num_gpus for node in nodes) else "cpu"
-
-
-def nodes_with_slots(device: str, nodes: Sequence[Node]) -> Sequence[Node]:
-    """The nodes that a plan counts. A head that only manages the cluster has no GPU, and no process is placed there."""
-    return [node for node in nodes if node.slots(device)] or nodes
+def nodes_with_slots(device: str, nodes: Sequence[Node]) -> tuple[str, Sequence[Node]]:
+    """The device of a plan's slots (`auto` means GPUs if the cluster has any), and the nodes that a plan counts. A head
+    that only manages the cluster has no GPU, and no process is placed there."""
+    if device == "auto":
+        device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
+    return device, [node for node in nodes if node.slots(device)] or nodes
 
 
 def substitutes(plan: Plan, before: Sequence[Node], live: Sequence[Node], device: str) -> list[Node] | None:
@@ -167,8 +163,7 @@ def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: fl
 
     Raises PlacementError, at the latest after `timeout_s`. The error says who uses the nodes then.
     """
-    device = slot_device(plan.device, nodes)
-    nodes = nodes_with_slots(device, nodes)
+    device, nodes = nodes_with_slots(plan.device, nodes)
     PlacementError.raise_if_any(_lacking(plan, nodes, device, held))
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
@@ -262,7 +257,8 @@ def _not_free(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) 
 
 
 def _release(group: Any) -> None:
-    if ray_death() is None:  # without a GCS server, it would wait for a minute
+    with suppress(RayDiedError):
+        raise_if_ray_died()  # without a GCS server, the next line would wait for a minute
         remove_placement_group(group)
 
 
