@@ -27,9 +27,7 @@ from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 60.0
-NODE_POLL_S = 0.5
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 
@@ -105,7 +103,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 problem = f"node {lost} was lost, and no other node replaced it in {limit}"
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
-            time.sleep(NODE_POLL_S)
+            time.sleep(0.5)
         self._reserved = launch.reserve(self.plan, nodes, self._cleanup, self._timeout_s, self._held())
 
     def _held(self) -> Bundles:
@@ -227,7 +225,7 @@ class Monitors:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
-        answers = outcomes([actor.take.remote() for actor, _ in self._monitors.values()], TAKE_TIMEOUT_S)
+        answers = outcomes([actor.take.remote() for actor, _ in self._monitors.values()], timeout_s=10.0)
         for (node_id, (_, ahead_s)), taken in zip(list(self._monitors.items()), answers, strict=True):
             if isinstance(taken, RayError):
                 logger.warning("node %s is not monitored any more: %s", node_id, one_line(taken))

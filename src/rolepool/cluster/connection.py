@@ -36,12 +36,10 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
     lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
 )
 
-END_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 5.0
+START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
 """No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and nothing here reads
 them (benchmarks/gcs_memory.py)."""
-START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 PARTS = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which Ray does not work."""
 PROBE_TIMEOUT_S = 30.0
@@ -114,7 +112,7 @@ def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     command = [sys.executable, "-P", "-c", PROBE, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
@@ -222,4 +220,4 @@ def _end_ray_in(folder: Path) -> None:
             is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
             if is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
                 process.kill()
-                process.wait(END_TIMEOUT_S)
+                process.wait(timeout=5.0)

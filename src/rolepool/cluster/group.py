@@ -22,20 +22,16 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from rolepool.cluster import calls
 from rolepool.cluster.connection import raise_if_ray_died
-from rolepool.cluster.launch import Process, await_all, cause_of, outcomes
+from rolepool.cluster.launch import POLL_S, Process, await_all, cause_of, outcomes
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
-POLL_S = 0.2
 GRACE_S = 3.0
 """The time in which the other ranks of a failed call must end too. Otherwise they hang, and the pool is stopped."""
-MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
-
-PING_TIMEOUT_S = 2.0
 
 ActorGoneError = (ActorDiedError, ActorUnavailableError)
 next_call_number = itertools.count(1).__next__
@@ -53,7 +49,7 @@ class WorkerGroup:
         self._all_groups = all_groups
         self.broken: WorkerError | None = None
         """Why the group cannot be used any more; None if it can."""
-        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=256)
         """The last calls, to find the call that a dead process was running. The references are weak, so that results
         can be freed."""
         self.longest_s: dict[tuple[str, str], float] = {}
@@ -320,6 +316,6 @@ def find_deaths(processes: Sequence[Process], cause: BaseException | None = None
     if isinstance(cause, ActorGoneError):
         return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
-    answers = outcomes([process.actor.ping.remote() for process in processes], PING_TIMEOUT_S)
+    answers = outcomes([process.actor.ping.remote() for process in processes], timeout_s=2.0)
     found = zip(processes, answers, strict=True)
     return [(process, calls.reason_of(error)) for process, error in found if is_death_of(process, error)]

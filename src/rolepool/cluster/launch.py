@@ -32,7 +32,6 @@ from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
-NUM_CLOCK_QUESTIONS = 5
 POLL_S = 0.2
 START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
@@ -395,7 +394,7 @@ def _measure_clocks(processes: Sequence[Process]) -> None:
     for process in processes:
         if process.address not in ahead_s:
             answers = []
-            for _ in range(NUM_CLOCK_QUESTIONS):
+            for _ in range(5):
                 asked_s = time.time()
                 told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
                 answered_s = time.time()
