@@ -8,16 +8,14 @@ removal of what the Ray of a killed driver has left. Workers that die while Ray 
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from ray._private import ray_constants, ray_logging
 from ray.exceptions import RayError
 
 from rolepool.errors import PlacementError, RayDiedError, one_line
-from rolepool.files import left_behind, locked
+from rolepool.files import left_behind, owned_folder
 
 logger = logging.getLogger(__name__)
 # A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
@@ -173,22 +171,12 @@ def raise_if_ray_died() -> None:
 # Its private folder
 
 
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first.
-
-    A driver holds a lock on its folder.
-    """
-    root = _private_root()
-    with ExitStack() as cleanup:
-        with locked(root):  # no other driver removes the folder before it is locked
-            for left in left_behind(root.iterdir()):
-                _end_ray_in(left)
-                shutil.rmtree(left, ignore_errors=True)
-            folder = Path(tempfile.mkdtemp(prefix="", dir=root))
-            cleanup.enter_context(locked(folder))
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield folder
+def private_folder() -> AbstractContextManager[Path]:
+    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first."""
+    root, pattern = _private_root(), "[!.]*"
+    for left in left_behind(root.glob(pattern)):
+        _end_ray_in(left)
+    return owned_folder(root, "", pattern)
 
 
 def make_token_private() -> None:
