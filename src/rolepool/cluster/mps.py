@@ -20,8 +20,6 @@ START_TIMEOUT_S = 30.0
 """The time in which the daemon and its server must start."""
 ASK_TIMEOUT_S = 10.0
 
-KEEPER = Path(__file__).with_name("mps_keeper.sh")
-
 
 class MpsDaemon:
     """Our own running daemon, separate from any other on the node. It ends when this process ends."""
@@ -39,7 +37,7 @@ class MpsDaemon:
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._full_environment = others | self.environment
         watched, self._held = os.pipe()
-        keeper = ["sh", str(KEEPER), str(folder)]
+        keeper = ["sh", str(Path(__file__).with_name("mps_keeper.sh")), str(folder)]
         subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
         os.close(watched)
         deadline = time.monotonic() + START_TIMEOUT_S
