@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,13 +67,11 @@ class MpsDaemon:
         """The answer to a command; None if it fails. Read from a file, because the daemon may keep a pipe open."""
         output = self._logs / "output"
         settings: dict[str, Any] = {"env": self._full_environment, "timeout": ASK_TIMEOUT_S, "check": True}
-        with output.open("w") as file:
-            try:
-                text = f"{command}\n".encode()
-                subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
-            except subprocess.SubprocessError:
-                return None
-        return output.read_text().strip()
+        with output.open("w") as file, suppress(subprocess.SubprocessError):
+            text = f"{command}\n".encode()
+            subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
+            return output.read_text().strip()
+        return None
 
     def _last_log_line(self) -> str:
         """The last line of the first log that is not empty."""

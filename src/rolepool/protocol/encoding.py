@@ -27,6 +27,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,22 +191,19 @@ def _path_of(memory: _SharedMemory) -> str:
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """The device and inode of the file at a path, if there is one."""
-    try:
+    with suppress(OSError):
         found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _places_of(memory: _SharedMemory) -> Iterator[str]:
     """Where the file may be opened: this process's mapping of it (needs a capability), or the raylet, which made it."""
     yield f"/proc/self/map_files/{memory.start:x}-{memory.end:x}"
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended, or it is another user's
             if (process / "comm").read_text() == "raylet\n":
                 yield from map(str, (process / "fd").iterdir())
-        except OSError:
-            continue  # it has ended, or it is another user's
 
 
 # --- files --------------------------------------------------------------------------------------------------------
