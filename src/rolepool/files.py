@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,3 +49,20 @@ def left_behind(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
         with suppress(OSError), locked(folder, wait=False):  # in use, of another user, or removed meanwhile
             yield folder
+
+
+@contextmanager
+def owned_folder(root: Path, prefix: str, pattern: str) -> Iterator[Path]:
+    """A new folder of this process in `root`, which is locked, and removed after the block. Folders of this pattern
+    whose owners were killed are removed first."""
+    for left in left_behind(root.glob(pattern)):
+        shutil.rmtree(left, ignore_errors=True)
+    # It gets its name when it is locked, because other processes remove folders without a lock.
+    new = Path(tempfile.mkdtemp(prefix=f".tmp-{prefix}", dir=root))
+    with locked(new):
+        folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):  # who still writes to it by its old name gets an error
+                shutil.rmtree(folder.rename(f"{folder}-removed"), ignore_errors=True)

@@ -110,9 +110,9 @@ def test_nodes_are_in_one_order_for_everybody(connected: None) -> None:
 
 def test_a_head_without_gpus_is_not_counted_if_the_cluster_has_gpus() -> None:
     head, worker = Node("a", "10.0.0.1", num_gpus=0, num_cpus=8), Node("b", "10.0.0.2", num_gpus=8, num_cpus=64)
-    assert nodes_with_slots("cuda", [head, worker]) == [worker]
-    assert nodes_with_slots("cpu", [head, worker]) == [head, worker]
-    assert nodes_with_slots("cuda", [head]) == [head], "what it lacks is reported later"
+    assert nodes_with_slots("cuda", [head, worker]) == nodes_with_slots("auto", [head, worker]) == ("cuda", [worker])
+    assert nodes_with_slots("cpu", [head, worker]) == ("cpu", [head, worker])
+    assert nodes_with_slots("cuda", [head]) == ("cuda", [head]), "what it lacks is reported later"
 
 
 def test_relative_paths_mean_the_folder_of_the_driver_and_what_a_node_lacks_is_named(

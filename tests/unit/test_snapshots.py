@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.cluster.keepers import Keeper, remove_left_behind
+from rolepool.cluster.keepers import Keeper
 from rolepool.files import locked
 
 
@@ -30,12 +30,12 @@ def test_only_snapshots_of_drivers_that_were_killed_are_removed(tmp_path: Path) 
     driver.start()
     try:
         assert of_driver.poll(120) and of_driver.recv() is True
-        remove_left_behind(tmp_path)
+        Keeper(number_in, tmp_path).close()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rolepool-1-a", "something"]
     finally:
         driver.kill()
         driver.join()
-    remove_left_behind(tmp_path)
+    Keeper(number_in, tmp_path).close()
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 
 
@@ -53,7 +53,7 @@ def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_p
     assert [keeper.number_of([path]) for path in (marker, Path("missing"))] == [3, None]
     assert (keeper.read(marker, 0), keeper.read(marker, 1)) == (b"3", b"")
     assert keeper.fetch(3, [[marker]], []) and not keeper.fetch(4, [[marker]], [])
-    remove_left_behind(tmp_path)
+    Keeper(number_in, tmp_path).close()
     assert folder.exists()
     keeper.close()
     assert not list(tmp_path.iterdir())

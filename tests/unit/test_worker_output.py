@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rolepool.cluster import output
-from rolepool.cluster.output import MAX_LINES, LimitedOutput
+from rolepool.cluster import process
+from rolepool.cluster.process import MAX_LINES, LimitedOutput
 
 
 def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,13 +19,13 @@ def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: 
     print("\n".join(["in one call"] * 10_000), file=stream, flush=True)
     assert len(file.read_text().splitlines()) == 20_000
     assert len(console.getvalue().splitlines()) == MAX_LINES, "the count comes later: print() may flush every line"
-    monkeypatch.setattr(output, "MIN_NOTICE_S", 0.0)
+    monkeypatch.setattr(process, "MIN_NOTICE_S", 0.0)
     stream.flush()
     stream.flush()
     assert console.getvalue().splitlines()[MAX_LINES:] == [
         f"... {20_000 - MAX_LINES} more lines are not shown here; all lines are in {file}"
     ]
-    monkeypatch.setattr(output, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(process, "INTERVAL_S", 0.0)
     print("of the next interval", file=stream)
     assert console.getvalue().endswith("\nof the next interval\n")
 

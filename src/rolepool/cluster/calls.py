@@ -228,15 +228,11 @@ def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> An
         return argument.collect(futures.values_of(objects[argument.where], fetch_stored))
     if not isinstance(argument, BatchArgument):
         return argument
-    first = argument.stripes[0]
-    if argument.parts == 1 and len(argument.stripes) == 1:
-        replies = objects[first.where]
-        if any(reply.header is None for reply in replies):  # the result is not a batch; use what `get()` returns
-            return futures.collect_batches(futures.values_of(replies, fetch_stored))
-    totals = [
-        sum(header.num_rows for header in futures.headers_of(objects[one.where])) if one.total is None else one.total
-        for one in argument.stripes
-    ]
+    replies = objects[argument.stripes[0].where]
+    is_batch = all(reply.header is not None for reply in replies)
+    if argument.parts == len(argument.stripes) == 1 and not is_batch:  # use what `get()` returns
+        return futures.collect_batches(futures.values_of(replies, fetch_stored))
+    totals = [futures.count_rows(objects[one.where]) if one.total is None else one.total for one in argument.stripes]
     if len(set(totals)) > 1:
         raise DataError(f"the parts of the batch have different numbers of rows: {totals}")
     share = Share(totals[0], argument.parts, argument.part)
@@ -245,10 +241,9 @@ def _resolve(argument: Any, objects: Sequence[Reply], shares: list[Share]) -> An
     for stripe in argument.stripes:
         rows = share.fetched if stripe.total is None else stripe.rows
         parts.append(futures.gather_rows(objects[stripe.where], rows, stripe.keys, fetch_stored))
-    batch = futures.join_stripes(parts)
-    if share.size and not share.rows:
-        return batch_to_tensordict(pad_rows(batch, share.size)[1:])
-    return batch_to_tensordict(pad_rows(batch, share.size - len(share.rows)))
+    padded = pad_rows(futures.join_stripes(parts), share.size - len(share.rows))
+    # If all rows of the part are padding, the row that they are copies of is in front of them.
+    return batch_to_tensordict(padded[1:] if len(padded) > share.size else padded)
 
 
 def without_padding(result: Any, share: Share | None) -> Any:

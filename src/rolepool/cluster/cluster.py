@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from rolepool.cluster import launch
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import WorkerGroup, find_deaths
-from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes
+from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes, outcomes
 from rolepool.cluster.watchdog import Watchdog
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, one_line
@@ -27,9 +27,7 @@ from rolepool.placement import Plan
 
 logger = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 60.0
-NODE_POLL_S = 0.5
 MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 
@@ -105,7 +103,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 problem = f"node {lost} was lost, and no other node replaced it in {limit}"
                 fix = "add a node, or set placement.on_node_loss=shrink, and run the same command to resume"
                 raise PlacementError(f"{problem}; {fix}")
-            time.sleep(NODE_POLL_S)
+            time.sleep(0.5)
         self._reserved = launch.reserve(self.plan, nodes, self._cleanup, self._timeout_s, self._held())
 
     def _held(self) -> Bundles:
@@ -227,13 +225,13 @@ class Monitors:
             return []
         self._due_s = time.monotonic() + INTERVAL_S
         samples: list[dict[str, Any]] = []
-        for node_id, (actor, ahead_s) in list(self._monitors.items()):
-            try:
-                taken = ray.get(actor.take.remote(), timeout=TAKE_TIMEOUT_S)
-                samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
-            except RayError as error:
-                logger.warning("node %s is not monitored any more: %s", node_id, one_line(error))
+        answers = outcomes([actor.take.remote() for actor, _ in self._monitors.values()], timeout_s=10.0)
+        for (node_id, (_, ahead_s)), taken in zip(list(self._monitors.items()), answers, strict=True):
+            if isinstance(taken, RayError):
+                logger.warning("node %s is not monitored any more: %s", node_id, one_line(taken))
                 del self._monitors[node_id]
+                continue
+            samples.extend({**sample, "time_s": sample["time_s"] - ahead_s} for sample in taken)
         return samples
 
 
@@ -242,6 +240,5 @@ def live_inventory(address: str | None, device: str) -> tuple[int, ...]:
     cluster of this machine."""
     with ExitStack() as cleanup:
         cleanup.callback(connect(address or "auto", 0, device))
-        nodes = live_nodes()
-        slots = launch.slot_device(device, nodes)
-        return tuple(node.slots(slots) for node in launch.nodes_with_slots(slots, nodes))
+        device, nodes = launch.nodes_with_slots(device, live_nodes())
+        return tuple(node.slots(device) for node in nodes)

@@ -8,16 +8,14 @@ removal of what the Ray of a killed driver has left. Workers that die while Ray 
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from ray._private import ray_constants, ray_logging
 from ray.exceptions import RayError
 
 from rolepool.errors import PlacementError, RayDiedError, one_line
-from rolepool.files import left_behind, locked
+from rolepool.files import left_behind, owned_folder
 
 logger = logging.getLogger(__name__)
 # A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
@@ -36,12 +34,10 @@ logging.getLogger("ray._private.authentication.authentication_token_setup").addF
     lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
 )
 
-END_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 5.0
+START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
 """No record of each call. Ray's GCS process would keep the last 100,000 of them in memory, and nothing here reads
 them (benchmarks/gcs_memory.py)."""
-START_LIMIT = "RAY_gcs_server_port_wait_time_s"
 PARTS = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which Ray does not work."""
 PROBE_TIMEOUT_S = 30.0
@@ -114,7 +110,7 @@ def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         return
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     command = [sys.executable, "-P", "-c", PROBE, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
@@ -163,42 +159,24 @@ def _start_local_ray(**options: Any) -> None:
 
 def raise_if_ray_died() -> None:
     """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
-    if (death := ray_death()) is not None:
-        raise RayDiedError(death)
-
-
-def ray_death() -> str | None:
-    """Which part of the Ray that this process started has ended, and how; None if all parts run."""
     node: Any = ray_worker._global_node
-    if node is None:
-        return None
-    for kind, name in PARTS.items():
+    for kind, name in PARTS.items() if node is not None else ():
         for process in (started.process for started in node.all_processes.get(kind, ())):
             if (code := process.poll()) is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                return f"Ray's {name} (pid {process.pid}) died: {how}; its log: {node.get_logs_dir_path()}"
-    return None
+                log = node.get_logs_dir_path()
+                raise RayDiedError(f"Ray's {name} (pid {process.pid}) died: {how}; its log: {log}")
 
 
 # Its private folder
 
 
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first.
-
-    A driver holds a lock on its folder.
-    """
-    root = _private_root()
-    with ExitStack() as cleanup:
-        with locked(root):  # no other driver removes the folder before it is locked
-            for left in left_behind(root.iterdir()):
-                _end_ray_in(left)
-                shutil.rmtree(left, ignore_errors=True)
-            folder = Path(tempfile.mkdtemp(prefix="", dir=root))
-            cleanup.enter_context(locked(folder))
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield folder
+def private_folder() -> AbstractContextManager[Path]:
+    """A new folder, removed after the block. Folders that killed drivers of this user have left are removed first."""
+    root, pattern = _private_root(), "[!.]*"
+    for left in left_behind(root.glob(pattern)):
+        _end_ray_in(left)
+    return owned_folder(root, "", pattern)
 
 
 def make_token_private() -> None:
@@ -230,4 +208,4 @@ def _end_ray_in(folder: Path) -> None:
             is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
             if is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
                 process.kill()
-                process.wait(END_TIMEOUT_S)
+                process.wait(timeout=5.0)

@@ -22,20 +22,16 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from rolepool.cluster import calls
 from rolepool.cluster.connection import raise_if_ray_died
-from rolepool.cluster.launch import Process, await_all, cause_of
+from rolepool.cluster.launch import POLL_S, Process, await_all, cause_of, outcomes
 from rolepool.errors import ConfigError, DataError, WorkerError
 from rolepool.metrics import Span
 from rolepool.protocol.encoding import Encoded
 from rolepool.protocol.futures import CallFuture, DataProtoFuture, Pending, Reply, collect_first
 from rolepool.protocol.worker import Dispatch, Execute, MethodSpec, Worker, registered_methods
 
-POLL_S = 0.2
 GRACE_S = 3.0
 """The time in which the other ranks of a failed call must end too. Otherwise they hang, and the pool is stopped."""
-MAX_RECENT = 256
 CALL_TIMEOUT_S = 24 * 3600.0
-
-PING_TIMEOUT_S = 2.0
 
 ActorGoneError = (ActorDiedError, ActorUnavailableError)
 next_call_number = itertools.count(1).__next__
@@ -53,7 +49,7 @@ class WorkerGroup:
         self._all_groups = all_groups
         self.broken: WorkerError | None = None
         """Why the group cannot be used any more; None if it can."""
-        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[weakref.ref[PendingCall]] = deque(maxlen=256)
         """The last calls, to find the call that a dead process was running. The references are weak, so that results
         can be freed."""
         self.longest_s: dict[tuple[str, str], float] = {}
@@ -151,10 +147,7 @@ class WorkerGroup:
         """The first call that was running or queued in a process when the process died."""
         calls = [call for call in (reference() for reference in self.recent) if call is not None]
         answers = [(call, call.all_refs[process.rank]) for call in calls if process.rank < len(call.all_refs)]
-        return next((call for call, answer in answers if is_death_of(process, error_of(answer))), None)
-
-    def __repr__(self) -> str:
-        return f"<WorkerGroup {self.name}: {self.world_size} processes, roles {', '.join(self.roles) or 'none'}>"
+        return next((call for call, answer in answers if is_death_of(process, *outcomes([answer], 0))), None)
 
 
 @dataclass(eq=False, repr=False)
@@ -228,9 +221,6 @@ class RoleProxy:
                     f"{'data-parallel groups' if spec.dispatch is Dispatch.DP_COMPUTE else 'ranks'}, not {size}"
                 )
         return num_parts
-
-    def __repr__(self) -> str:
-        return f"<role {self.role_name} on {self.group.name}: {', '.join(sorted(self._specs))}>"
 
 
 LISTS = (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE)
@@ -316,26 +306,16 @@ class PendingCall:
 # Ray's errors
 
 
-def is_death_of(process: Process, error: BaseException | None) -> bool:
+def is_death_of(process: Process, error: Any) -> bool:
     """Whether an error of Ray says that this process died."""
     return isinstance(error, ActorGoneError) and error.actor_id == process.actor_id
-
-
-def error_of(answer: Any) -> RayError | None:
-    """The error of a call on a process; None if the call succeeded. GetTimeoutError if it has not ended yet."""
-    try:
-        ray.get(answer, timeout=0)
-    except RayError as error:
-        return error
-    return None
 
 
 def find_deaths(processes: Sequence[Process], cause: BaseException | None = None) -> list[tuple[Process, str]]:
     """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
     if isinstance(cause, ActorGoneError):
         return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]
-    asked = [process.actor.ping.remote() for process in processes]
-    ray.wait(asked, num_returns=len(asked), timeout=PING_TIMEOUT_S)
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
-    found = zip(processes, map(error_of, asked), strict=True)
-    return [(process, calls.reason_of(error)) for process, error in found if error and is_death_of(process, error)]
+    answers = outcomes([process.actor.ping.remote() for process in processes], timeout_s=2.0)
+    found = zip(processes, answers, strict=True)
+    return [(process, calls.reason_of(error)) for process, error in found if is_death_of(process, error)]

@@ -8,7 +8,6 @@ paths relative to the folder. The last one is its marker: without the marker, th
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
@@ -19,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.launch import live_nodes, pinned_to
+from rolepool.cluster.launch import live_nodes, outcomes, pinned_to
 from rolepool.errors import one_line
-from rolepool.files import left_behind, locked, write_atomically
+from rolepool.files import owned_folder, write_atomically
 from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.protocol.futures import CallFuture
 
@@ -40,23 +39,13 @@ NumberOf = Callable[[Sequence[Path]], int | None]
 """The number of the snapshot in a rank's files; None if they are not complete."""
 
 
-def remove_left_behind(shared_memory: Path) -> None:
-    """Remove the snapshots of processes that were killed. A process that lives holds a lock on its folder."""
-    for folder in left_behind(shared_memory.glob(f"{PREFIX}*")):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 class Keeper:
     """The folder of one node. It answers other keepers while it copies files itself."""
 
     def __init__(self, number_of: NumberOf, shared_memory: Path = SHARED_MEMORY) -> None:
         self._number_of = number_of
-        remove_left_behind(shared_memory)
-        # It gets its name when it is locked, because other keepers remove folders without a lock.
-        new = Path(tempfile.mkdtemp(prefix=f".tmp-{PREFIX}{os.getpid()}-", dir=shared_memory))
-        self._lock = ExitStack()
-        self._lock.enter_context(locked(new))
-        self.folder = new.rename(new.with_name(new.name.removeprefix(".tmp-")))
+        self._cleanup = ExitStack()
+        self.folder = self._cleanup.enter_context(owned_folder(shared_memory, f"{PREFIX}{os.getpid()}-", f"{PREFIX}*"))
 
     @ray.method(concurrency_group="serve")
     def where(self) -> tuple[Path, int]:
@@ -109,9 +98,7 @@ class Keeper:
     @ray.method(concurrency_group="serve")
     def close(self) -> None:
         """Remove the folder. Who still writes to it by its old name gets an error."""
-        with suppress(OSError):
-            shutil.rmtree(self.folder.rename(f"{self.folder}-removed"))
-        self._lock.close()
+        self._cleanup.close()
 
 
 class Keepers:
@@ -161,12 +148,8 @@ class Keepers:
             return dict.fromkeys(nodes, getattr(self._here, method)(*args))
         self._actors |= {node: self._start(node) for node in nodes if node not in self._actors}
         asked = {node: getattr(self._actors[node], method).remote(*args) for node in nodes}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
-        answers = {}
-        for node, answer in asked.items():
-            try:
-                answers[node] = ray.get(answer, timeout=0)
-            except RayError as error:
-                logger.warning("the snapshots on node %s are not used: %s", node, one_line(error))
-                del self._actors[node]
+        answers = dict(zip(asked, outcomes(asked.values(), ANSWER_TIMEOUT_S), strict=True))
+        for node in [node for node, answer in answers.items() if isinstance(answer, RayError)]:
+            logger.warning("the snapshots on node %s are not used: %s", node, one_line(answers.pop(node)))
+            del self._actors[node]
         return answers

@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rolepool.cluster.calls import reason_of
-from rolepool.cluster.connection import raise_if_ray_died, ray_death
+from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
-from rolepool.errors import PlacementError, RolepoolError, WorkerError
+from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError
 from rolepool.placement import Plan
 from rolepool.placement.plan import Slot
 from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
-NUM_CLOCK_QUESTIONS = 5
 POLL_S = 0.2
 START_TIMEOUT_S = 180.0
 """The time in which a process must start and import what it needs, after its resources are reserved."""
@@ -97,16 +96,12 @@ def pinned_to(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
-def slot_device(device: str, nodes: Sequence[Node]) -> str:
-    """The device of a plan's slots. `auto` means GPUs if the cluster has any."""
-    if device != "auto":
-        return device
-    return "cuda" if any(node.num_gpus for node in nodes) else "cpu"
-
-
-def nodes_with_slots(device: str, nodes: Sequence[Node]) -> Sequence[Node]:
-    """The nodes that a plan counts. A head that only manages the cluster has no GPU, and no process is placed there."""
-    return [node for node in nodes if node.slots(device)] or nodes
+def nodes_with_slots(device: str, nodes: Sequence[Node]) -> tuple[str, Sequence[Node]]:
+    """The device of a plan's slots (`auto` means GPUs if the cluster has any), and the nodes that a plan counts. A head
+    that only manages the cluster has no GPU, and no process is placed there."""
+    if device == "auto":
+        device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
+    return device, [node for node in nodes if node.slots(device)] or nodes
 
 
 def substitutes(plan: Plan, before: Sequence[Node], live: Sequence[Node], device: str) -> list[Node] | None:
@@ -167,8 +162,7 @@ def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: fl
 
     Raises PlacementError, at the latest after `timeout_s`. The error says who uses the nodes then.
     """
-    device = slot_device(plan.device, nodes)
-    nodes = nodes_with_slots(device, nodes)
+    device, nodes = nodes_with_slots(plan.device, nodes)
     PlacementError.raise_if_any(_lacking(plan, nodes, device, held))
     if plan.mps and device == "cpu":
         raise PlacementError("placement.mps=true: needs GPUs, and the cluster has none; set placement.mps=false")
@@ -197,22 +191,19 @@ def start_pools(
     """
     plan, device, nodes = reserved.plan, reserved.device, reserved.nodes
     slots = {name: plan.pools[name].slots for name in names}
-    bundles = {
-        name: [reserved.bundles[nodes[slot.node].node_id, slot.gpu] for slot in of_pool]
-        for name, of_pool in slots.items()
-    }
-    node_ids = {nodes[slot.node].node_id for of_pool in slots.values() for slot in of_pool}
+    places = [(name, nodes[slot.node].node_id, slot.gpu) for name, of_pool in slots.items() for slot in of_pool]
+    bundles = [(name, reserved.bundles[node_id, gpu]) for name, node_id, gpu in places]
+    node_ids = {node_id for _, node_id, _ in places}
     started = _start(bundles, cleanup, 0 if device == "cpu" else BUNDLE_PART, node_ids)
     if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
-        for name, members in started.items():
-            for bundle, process in zip(bundles[name], members, strict=True):
-                reserved.bundles[process.node_id, process.gpus[0]] = bundle
-    pools = {name: _match(slots[name], members, nodes, device) for name, members in started.items()}
+        for (_, bundle), process in zip(bundles, started, strict=True):
+            reserved.bundles[process.node_id, process.gpus[0]] = bundle
+    pools = {name: _match(name, slots[name], started, nodes, device) for name in slots}
     if plan.mps:
         _start_mps(plan, pools)
     shares = {name: plan.pools[name].share for name in pools}
     _form_pools(shares, pools, "cpu" if device == "cpu" else plan.device, run_seed)
-    _measure_clocks([process for processes in pools.values() for process in processes])
+    _measure_clocks(started)
     return pools
 
 
@@ -220,8 +211,8 @@ def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -
     """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
     are for light work such as rule rewards."""
     here = pinned_to(ray.get_runtime_context().get_node_id())
-    started = _start({name: [here] * count}, cleanup)
-    processes = _match([Slot(0, rank) for rank in range(count)], started[name], (), "cpu")
+    started = _start([(name, here)] * count, cleanup)
+    processes = _match(name, [Slot(0, rank) for rank in range(count)], started, (), "cpu")
     _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
     return processes
 
@@ -262,29 +253,26 @@ def _not_free(plan: Plan, nodes: Sequence[Node], device: str, timeout_s: float) 
 
 
 def _release(group: Any) -> None:
-    if ray_death() is None:  # without a GCS server, it would wait for a minute
+    with suppress(RayDiedError):
+        raise_if_ray_died()  # without a GCS server, the next line would wait for a minute
         remove_placement_group(group)
 
 
 def _start(
-    bundles: Mapping[str, Sequence[Any]], cleanup: ExitStack, num_gpus: float = 0, nodes: Collection[str] = ()
-) -> dict[str, list[Process]]:
-    """Start a process in each bundle of each pool, wait until every one has started on these nodes, and log the
+    bundles: Sequence[tuple[str, Any]], cleanup: ExitStack, num_gpus: float = 0, nodes: Collection[str] = ()
+) -> list[Process]:
+    """Start a process of a pool in each bundle, wait until every one has started on these nodes, and log the
     progress."""
     actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
     options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
-    actors, asked = dict[str, list[Any]](), dict[Any, tuple[str, str]]()
-    for name, places in bundles.items():
-        settings = [actor_class.options(**options, scheduling_strategy=where) for where in places]
-        actors[name] = [one.remote(str(Path.cwd()), EXTENSIONS) for one in settings]
-        for actor in actors[name]:
-            cleanup.callback(ray.kill, actor)
-            asked[actor.whereabouts.remote()] = f"a process of {name}", name
-    answers = iter(await_all(asked, "start", "started %d of %d worker processes", nodes))
-    return {
-        name: [Process(**vars(next(answers)), actor=actor, pool=name) for actor in members]
-        for name, members in actors.items()
-    }
+    actors, asked = list[Any](), dict[Any, tuple[str, str]]()
+    for name, where in bundles:
+        started = actor_class.options(**options, scheduling_strategy=where).remote(str(Path.cwd()), EXTENSIONS)
+        cleanup.callback(ray.kill, started)
+        actors.append(started)
+        asked[started.whereabouts.remote()] = f"a process of {name}", name
+    answers = zip(bundles, actors, await_all(asked, "start", "started %d of %d worker processes", nodes), strict=True)
+    return [Process(**vars(told), actor=actor, pool=name) for (name, _), actor, told in answers]
 
 
 def await_all(
@@ -322,6 +310,19 @@ def await_all(
     return list(ray.get(list(asked)))
 
 
+def outcomes(asked: Collection[Any], timeout_s: float) -> list[Any]:
+    """Wait for these answers of actors, and return each of them, or Ray's error if there is none. It is a
+    GetTimeoutError if the answer has not arrived in time."""
+    ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+    found: list[Any] = []
+    for one in asked:
+        try:
+            found.append(ray.get(one, timeout=0))
+        except RayError as error:
+            found.append(error)
+    return found
+
+
 def cause_of(error: BaseException) -> BaseException:
     """The exception of the worker, without the exceptions that Ray wraps around it each time it is passed on."""
     while isinstance(error, RayTaskError) and error.cause is not None and error.cause is not error:
@@ -329,16 +330,18 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def _match(slots: Sequence[Slot], started: Sequence[Process], nodes: Sequence[Node], device: str) -> list[Process]:
+def _match(
+    pool: str, slots: Sequence[Slot], processes: Sequence[Process], nodes: Sequence[Node], device: str
+) -> list[Process]:
     """The pool's processes in rank order, each on the slot it really holds. Raises a PlacementError if that is not
     the plan's slot."""
-    held = slots
+    started, held = [process for process in processes if process.pool == pool], slots
     if device != "cpu":
         index_of = {node.node_id: index for index, node in enumerate(nodes)}
         held = [Slot(index_of[process.node_id], process.gpus[0]) for process in started]
     if missing := [slot for slot in slots if slot not in held]:
         slot = missing[0]
-        planned = f"{started[0].pool} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
+        planned = f"{pool} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
         given = " and ".join(f"node {node} GPU {gpu}" for node, gpu in sorted(set(held) - set(slots)))
         users = f"GPU {slot.gpu} is held by another job; on the node: {_users_of(nodes[slot.node])}"
         fix = "wait until that job ends, or plan with fewer GPUs"
@@ -386,7 +389,7 @@ def _measure_clocks(processes: Sequence[Process]) -> None:
     for process in processes:
         if process.address not in ahead_s:
             answers = []
-            for _ in range(NUM_CLOCK_QUESTIONS):
+            for _ in range(5):
                 asked_s = time.time()
                 told_s: float = ray.get(process.actor.ping.remote(), timeout=START_TIMEOUT_S)
                 answered_s = time.time()

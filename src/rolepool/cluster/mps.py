@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,8 +20,6 @@ CONTROL = "nvidia-cuda-mps-control"
 START_TIMEOUT_S = 30.0
 """The time in which the daemon and its server must start."""
 ASK_TIMEOUT_S = 10.0
-
-KEEPER = Path(__file__).with_name("mps_keeper.sh")
 
 
 class MpsDaemon:
@@ -39,7 +38,7 @@ class MpsDaemon:
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._full_environment = others | self.environment
         watched, self._held = os.pipe()
-        keeper = ["sh", str(KEEPER), str(folder)]
+        keeper = ["sh", str(Path(__file__).with_name("mps_keeper.sh")), str(folder)]
         subprocess.run(keeper, stdin=watched, env=self._full_environment, start_new_session=True, timeout=ASK_TIMEOUT_S)
         os.close(watched)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -68,13 +67,11 @@ class MpsDaemon:
         """The answer to a command; None if it fails. Read from a file, because the daemon may keep a pipe open."""
         output = self._logs / "output"
         settings: dict[str, Any] = {"env": self._full_environment, "timeout": ASK_TIMEOUT_S, "check": True}
-        with output.open("w") as file:
-            try:
-                text = f"{command}\n".encode()
-                subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
-            except subprocess.SubprocessError:
-                return None
-        return output.read_text().strip()
+        with output.open("w") as file, suppress(subprocess.SubprocessError):
+            text = f"{command}\n".encode()
+            subprocess.run([CONTROL, *options], input=text, stdout=file, stderr=subprocess.STDOUT, **settings)
+            return output.read_text().strip()
+        return None
 
     def _last_log_line(self) -> str:
         """The last line of the first log that is not empty."""

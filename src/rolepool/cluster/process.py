@@ -1,7 +1,7 @@
 """The worker process: one Ray actor per slot of a pool, hosting all roles of that pool.
 
-Owns the process: its rank, device, process group, seeds and log prefix. It runs one call after another. Roles reach it
-as classes, so it does not know what they compute.
+Owns the process: its rank, device, process group, seeds, and what it prints. It runs one call after another. Roles
+reach it as classes, so it does not know what they compute.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import psutil
@@ -35,7 +35,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
-from rolepool.cluster.output import limit_output
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError
 from rolepool.metrics import Span
@@ -50,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+MAX_LINES = 50
+INTERVAL_S = 5.0
+"""So many lines of output are shown in each interval of this length."""
+MIN_NOTICE_S = 1.0
 
 
 @dataclass
@@ -110,8 +113,11 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="health")
     def limit_output(self, path: str) -> None:
-        """Write what this process prints to this file, and show only some of it on the console."""
-        limit_output(Path(path))
+        """From now on, write all that this process prints to this file, and show only some of it on the console."""
+        sys.stdout, sys.stderr = LimitedOutput(sys.stdout, Path(path)), LimitedOutput(sys.stderr, Path(path))
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
 
     @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
@@ -302,3 +308,45 @@ def _handled(arguments: Sequence[Any], result: Any) -> tuple[int, int, int]:
     num_rows = max(map(len, given), default=0)
     num_tokens = next((flat_values(column).numel() for column in tokens if is_ragged(column)), 0)
     return num_rows, num_tokens, sum(num_bytes(t) for one in given if one.batch is not None for t in one.batch.values())
+
+
+class LimitedOutput:
+    """Replaces a text stream of this process. Ray shows on the driver's console what is written to the stream. After
+    `MAX_LINES` lines, the rest of an interval is only in the file."""
+
+    def __init__(self, stream: TextIO, path: Path) -> None:
+        self._stream, self._path = stream, path
+        self._file: TextIO | None = None
+        self._num_lines = self._num_hidden = 0
+        self._since_s = self._told_s = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):  # the code that prints must not fail on a full disk
+            if self._file is None:  # a process that prints nothing needs no file
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
+            self._file.write(text)
+        if time.monotonic() > self._since_s + INTERVAL_S:
+            self._tell()
+            self._since_s, self._num_lines = time.monotonic(), 0
+        for line in text.splitlines(keepends=True):
+            ends = line.endswith(("\n", "\r"))
+            if self._num_lines < MAX_LINES:
+                self._stream.write(line)
+                self._num_lines += ends
+            else:
+                self._num_hidden += ends
+        return len(text)
+
+    def flush(self) -> None:
+        if time.monotonic() > self._told_s + MIN_NOTICE_S:  # because print() can flush after every line
+            self._tell()
+        self._stream.flush()
+
+    def _tell(self) -> None:
+        if self._num_hidden:
+            self._stream.write(f"... {self._num_hidden} more lines are not shown here; all lines are in {self._path}\n")
+            self._num_hidden, self._told_s = 0, time.monotonic()

@@ -20,8 +20,8 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from rolepool.cluster.group import PendingCall, WorkerGroup, error_of
-from rolepool.cluster.launch import Process, pinned_to
+from rolepool.cluster.group import PendingCall, WorkerGroup
+from rolepool.cluster.launch import Process, outcomes, pinned_to
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import first_few
 from rolepool.files import write_atomically
@@ -33,13 +33,9 @@ MIN_LIMIT_S = 60.0
 LIMIT_FACTOR = 5
 FIRST_LIMIT_S = 600.0
 """The limit of the first call of a method: it loads a model, or compiles."""
-ANSWER_TIMEOUT_S = 5.0
-NODE_TIMEOUT_S = 30.0
-DUMP_TIMEOUT_S = 2.0
 STATES = STOPPED, SILENT, ANSWERS = "is stopped", "does not answer", "does not return"
 WAITS = re.compile("distributed_c10d|_functional_collectives")
 """In the stacks of a process that is inside a collective."""
-MAX_NAMED = 4
 OPERATION_NAMES = {
     method: one.name for one in reversed(OPERATIONS.values()) for method in (one.method, *one.other_methods)
 }
@@ -130,7 +126,7 @@ class Watchdog:
         causes = [one for one in working if not WAITS.search(one.stacks)] or working
         causes.sort(key=lambda one: STATES.index(one.state))
         causes = [one for one in causes if one.state == causes[0].state]
-        names = first_few([f"{one.process} {one.state}" for one in causes], MAX_NAMED)
+        names = first_few([f"{one.process} {one.state}" for one in causes], most=4)
         on_stall, took_s = self._keys.on_stall, time.time() - call.start_s
         line = (
             f"stall: {names}: {call.role}.{call.method} of {self._what} has not ended for {took_s:.0f} s; "
@@ -146,12 +142,11 @@ class Watchdog:
 
 def examine(processes: Sequence[Process]) -> list[Finding]:
     """What each process does, with its stacks if it can tell them or if its signal handler can write them."""
-    asked = [process.actor.stacks.remote() for process in processes]
-    ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+    answers = outcomes([process.actor.stacks.remote() for process in processes], timeout_s=5.0)
     findings = []
-    for process, answer in zip(processes, asked, strict=True):
-        is_silent = error_of(answer) is not None
-        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, ray.get(answer))
+    for process, stacks in zip(processes, answers, strict=True):
+        is_silent = isinstance(stacks, RayError)
+        told = on_node(process, look_at, process.pid, process.stack_file) if is_silent else (ANSWERS, stacks)
         findings.append(Finding(process, *told))
     return findings
 
@@ -161,7 +156,7 @@ def on_node(process: Process, function: Callable[..., Any], *args: Any) -> Any:
     if process.node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
     task: Any = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned_to(process.node_id))
-    return ray.get(task.remote(*args), timeout=NODE_TIMEOUT_S)
+    return ray.get(task.remote(*args), timeout=30.0)
 
 
 def look_at(pid: int, stack_file: str) -> tuple[str, str]:
@@ -171,7 +166,7 @@ def look_at(pid: int, stack_file: str) -> tuple[str, str]:
             return STOPPED, ""
         num_before = len(Path(stack_file).read_bytes())
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(DUMP_TIMEOUT_S)
+        time.sleep(2.0)  # until the handler has written them
         return SILENT, Path(stack_file).read_bytes()[num_before:].decode(errors="replace")
     except (psutil.NoSuchProcess, OSError) as error:
         return SILENT, f"no stacks: {error}"

@@ -27,6 +27,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,22 +191,19 @@ def _path_of(memory: _SharedMemory) -> str:
 
 def _file_at(path: str) -> tuple[int, int] | None:
     """The device and inode of the file at a path, if there is one."""
-    try:
+    with suppress(OSError):
         found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _places_of(memory: _SharedMemory) -> Iterator[str]:
     """Where the file may be opened: this process's mapping of it (needs a capability), or the raylet, which made it."""
     yield f"/proc/self/map_files/{memory.start:x}-{memory.end:x}"
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended, or it is another user's
             if (process / "comm").read_text() == "raylet\n":
                 yield from map(str, (process / "fd").iterdir())
-        except OSError:
-            continue  # it has ended, or it is another user's
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -255,16 +253,16 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
         names, array_names = texts["keys"]
     except (safetensors.SafetensorError, AttributeError, KeyError, ValueError) as error:
         raise DataError(f"{path} is not a file that save_to_disk wrote: {error}") from error
-    columns = {}
-    for key in names:
-        if f"batch/{key}" in tensors:
-            columns[key] = tensors[f"batch/{key}"]
-        else:
-            columns[key] = ragged_from_parts(tensors[f"batch/{key}/values"], tensors[f"batch/{key}/offsets"])
-    arrays = {}
-    for key in array_names:
-        name = f"arrays/{key}"
-        arrays[key] = tensors[name].numpy() if name in tensors else np.fromiter(texts[name], object)
+
+    def stored(name: str) -> Any:
+        if name in texts:
+            return np.fromiter(texts[name], object)
+        if name in tensors:
+            return tensors[name]
+        return ragged_from_parts(tensors[f"{name}/values"], tensors[f"{name}/offsets"])
+
+    columns = {key: stored(f"batch/{key}") for key in names}
+    arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
     meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
     batch_size = texts["batch_size"]
     return None if batch_size is None else TensorDict(columns, batch_size), arrays, meta_info

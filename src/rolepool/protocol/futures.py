@@ -95,6 +95,11 @@ def headers_of(replies: Iterable[Reply]) -> list[BatchHeader]:
     return headers
 
 
+def count_rows(replies: Iterable[Reply]) -> int:
+    """The number of rows of the batch that consists of the replies."""
+    return sum(header.num_rows for header in headers_of(replies))
+
+
 def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
     """These rows (None: all) of the batch that consists of the replies. Only replies with such rows are fetched."""
     headers = headers_of(replies)
@@ -192,7 +197,7 @@ class Stripe:
             return len(self.order)
         if isinstance(self.source, DataProto):
             return len(self.source)
-        return sum(header.num_rows for header in headers_of(replies_of(self.source, None)))
+        return count_rows(replies_of(self.source, None))
 
     def load(self, keys: Keys, timeout_s: float | None) -> DataProto:
         wanted = intersection(self.keys, keys)

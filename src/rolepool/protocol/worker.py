@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -65,9 +64,8 @@ class WorkerContext:
         return derive_seed(self.run_seed, self.role, self.rank)
 
 
-_context: ContextVar[tuple[WorkerContext, Mapping[str, Worker]]] = ContextVar(
-    "worker_context", default=(WorkerContext(), MappingProxyType({}))
-)
+Surroundings = tuple[WorkerContext, Mapping[str, "Worker"]]
+_context: ContextVar[Surroundings] = ContextVar("worker_context", default=(WorkerContext(), {}))
 
 
 @contextmanager
