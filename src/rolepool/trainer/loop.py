@@ -35,9 +35,8 @@ from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import Checkpoints, Position, Source
 from rolepool.trainer.console import Observer as Observer
-from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
+from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
-from rolepool.trainer.rebalance import Rebalancer
 from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
