@@ -26,7 +26,7 @@ from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminat
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
-from rolepool.models.checkpoint import checkpoint_folder, remove_unfinished
+from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProtoFuture
@@ -172,7 +172,6 @@ class Trainer:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self._add_plan(self.start_step + 1)
-                self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
                 seconds = time.time() - self.death.time_s
@@ -297,11 +296,8 @@ class Trainer:
         self._finish()
         if tests and not self.interrupt.asked:
             self._validate(number)
-        if (saves or (self.save_freq > 0 and self.interrupt.asked)) and self.saved_step < number:
-            if self.bad_steps.reason is None:
-                self._save(number)
-            else:
-                self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
+        if (saves or (self.save_freq > 0 and self.interrupt.asked)) and not self._save(number):
+            self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
 
     def _position(self, number: int) -> Position:
         kl_controller = self.estimator.kl_controller.state_dict()
@@ -347,12 +343,19 @@ class Trainer:
         self._build_roles()
         with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
             self._finish()
-        found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
+        self._unfinished = None
+        return self._load_newest(self.roles.trained, self._last_row)
+
+    def _load_newest(self, trained: Mapping[str, TrainedCalls], most: int) -> int | None:
+        """Load the newest complete snapshot of a step up to `most`, or a newer checkpoint, into these roles. Returns
+        its step; None if there is none."""
+        found: tuple[Source, Position] | None = self.snapshots.newest(self.roles, most)
+        if found is None or found[1].step < self.saved_step <= most:
+            found = self.checkpoints.newest() or found
         if found is None:
             return None
-        folder, position = found
-        self._unfinished = None
-        self._load(self.roles.trained, folder, position)
+        source, position = found
+        self._load(trained, source, position)
         self.monitors.watch()
         return position.step
 
@@ -374,14 +377,14 @@ class Trainer:
         self.loaded, self.config, self.plan = loaded, loaded.config, self.cluster.plan
         self.snapshots.have_moved()
         self._add_plan(first_step)
-        self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def _add_plan(self, first_step: int) -> None:
-        """Record the plan and the schedule of the steps that follow."""
+        """Record the plan, the schedule and the config of the steps that follow."""
         schedule = None
         with suppress(Exception):  # a step that the user wrote may do more than can be run on paper
             schedule = schedule_of(self.config)
         self.folder.add_plan(first_step, self.plan, schedule)
+        self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
         """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.
@@ -421,36 +424,29 @@ class Trainer:
         self.watchdog.begin("move")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
-        saved = None
-        if not self.snapshots.is_complete(self.roles, self._position(number)):
-            saved = self._checkpoint(number)
-            if saved is None:
-                self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
-                return
+        if not (self.snapshots.is_complete(self.roles, self._position(number)) or self._save(number)):
+            self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
+            return
         self._move = None
         try:
-            self._change_over(move, move.prepared, saved, number)
+            self._change_over(move.prepared, move.loaded, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
             self.folder.add_event("move", number + 1, what, seconds, list(move.prepared.processes), after_step=number)
             self.rebalancer.has_moved(number + 1, seconds)
-            self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
-            answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
+            words = f"moved after step {number}: {what} ({seconds:.1f} s)"
+            self.observer.on_notice(words)
+            answer_request(self.folder.path, words)
 
-    def _change_over(self, move: Move, prepared: Prepared, saved: Path | None, number: int) -> None:
+    def _change_over(self, prepared: Prepared, loaded: LoadedConfig, number: int) -> None:
         """Replace the pools that the move changes. Their models load the state after this step, from its snapshot or
         from a checkpoint."""
-        before = self.roles
-        self._switch(prepared, move.loaded, number + 1)
+        before = self.roles.trained
+        self._switch(prepared, loaded, number + 1)
         self._build_roles()
-        trained = self.roles.trained
-        new = {name: role for name, role in trained.items() if role.group is not before.trained[name].group}
-        folders, _ = self.snapshots.newest(self.roles, number) or (None, None)
-        source = saved or folders
-        if source is None:
+        new = {name: role for name, role in self.roles.trained.items() if role.group is not before[name].group}
+        if self._load_newest(new, number) != number:
             raise WorkerError(f"the snapshot of step {number} was lost during a move", is_death=True)
-        self._load(new, source, self._position(number))
-        self.monitors.watch()
 
     def _end_move(self, reason: str) -> None:
         """Give up the move that was asked for, and say why."""
@@ -459,12 +455,6 @@ class Trainer:
             self.observer.on_notice(f"the run did not move: {reason}")
             self._move.close()
             self._move = None
-
-    def _checkpoint(self, number: int) -> Path | None:
-        """The checkpoint of this step, which is saved now if it was not; None if it must not be saved."""
-        if self.saved_step < number and self.bad_steps.reason is None:
-            self._save(number)
-        return checkpoint_folder(self.folder.path, number) if self.saved_step == number else None
 
     def _validate(self, number: int) -> None:
         if self.val_prompts is None or self.validated_step >= number:
@@ -483,13 +473,17 @@ class Trainer:
         self.loggers.log_samples(number, samples[: keys.log_val_generations])
         self.validated_step = number
 
-    def _save(self, number: int) -> None:
+    def _save(self, number: int) -> bool:
+        """Save this step, unless it was saved before or is bad. Returns whether it is saved."""
+        if self.saved_step >= number or self.bad_steps.reason is not None:
+            return self.saved_step >= number
         self.watchdog.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
+        return True
 
     def _finish(self, following: StepCalls | None = None) -> None:
         """Wait for the last calls of the unfinished step and write its row, unless it was written before a death."""
