@@ -263,7 +263,7 @@ class TrainedRole(ModelRole):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load what any number of ranks saved there."""
-        self.snapshots.wait()
+        self.trained.wait_for_copies()
         load_trained(self.trained, Path(folder))
 
 
