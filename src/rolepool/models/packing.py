@@ -21,6 +21,7 @@ from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
+from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
 
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
@@ -35,6 +36,12 @@ def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """[rows, longest response]: the response tokens that count in losses; none of a row that pads the batch."""
+    mask = sampled_mask(batch, ragged_parts(batch[INPUT_IDS])[1].diff() - batch[NUM_PROMPT_TOKENS])
+    return mask if IS_PADDING_KEY not in batch else mask & ~batch[IS_PADDING_KEY][:, None]
 
 
 class TokenRows:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -173,15 +173,8 @@ def rank_and_count() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def whole_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters (these names, or all) by Hugging Face name, gathered one at a time. All ranks must call it."""
-    for name, parameter in model.state_dict().items():
-        if names is None or name in names:
-            yield name, whole(parameter)
-
-
 def whole(tensor: Tensor) -> Tensor:
-    """The gathered tensor if it is sharded, else the tensor itself."""
+    """The gathered tensor if it is sharded, else the tensor itself. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
