@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ class Notices(Observer):
         self.lines.append(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        for thread in (self._trainer.rebalancer._thread, self._trainer._move):
-            if thread is not None:
-                thread.join()
+        if (thread := self._trainer.rebalancer._thread) is not None:
+            thread.join()
+        if (move := self._trainer._move) is not None:
+            wait([move.starting])
 
 
 def run(demo: Demo, folder: Path, *more: str) -> Notices:

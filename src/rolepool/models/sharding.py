@@ -117,7 +117,7 @@ def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Con
 # Compiling. Torch caches compiled code on disk for later processes.
 
 
-def compiled(function: Callable[..., Any], mark: Callable[..., None] | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callable[..., Any]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 
     `mark` gets the arguments before each call and marks sizes as constant, so that kernels are compiled for them.
@@ -125,8 +125,6 @@ def compiled(function: Callable[..., Any], mark: Callable[..., None] | None = No
     if not has_compiler():
         return function
     fast = torch.compile(function, dynamic=True)
-    if mark is None:
-        return fast
 
     def call(*args: Any, **kwargs: Any) -> Any:
         mark(*args, **kwargs)

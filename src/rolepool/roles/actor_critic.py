@@ -34,6 +34,8 @@ class Actor(TrainedRole):
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
+        if self.keys.loss_scale_factor is not None:
+            self.loss_scale_factor = self.keys.loss_scale_factor
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
@@ -77,10 +79,6 @@ class Actor(TrainedRole):
         """One epoch of updates."""
         metrics = self.update(data, ends_step)
         return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
-
-    @property
-    def loss_scale_factor(self) -> float:
-        return super().loss_scale_factor if self.keys.loss_scale_factor is None else self.keys.loss_scale_factor
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode

@@ -164,6 +164,8 @@ class TrainedRole(ModelRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
+        self.loss_scale_factor = float(config.data.max_response_length)
+        """The divisor of the aggregation seq-mean-token-sum-norm."""
         self.checkpointing: bool = config.at(self.spec.model).enable_gradient_checkpointing
         self.shape: ModelShape | None = None
         """None if the plan cannot tell the model's shape."""
@@ -183,11 +185,6 @@ class TrainedRole(ModelRole):
         # Kept activations save time; their memory is not planned on a CPU.
         if self.checkpointing and self.device != "cpu":
             self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
-
-    @property
-    def loss_scale_factor(self) -> float:
-        """The divisor of the aggregation seq-mean-token-sum-norm."""
-        return float(self.config.data.max_response_length)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -29,15 +30,16 @@ from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
+from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProtoFuture
 from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import Checkpoints, Position, Source
+from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
-from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
+from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
@@ -124,6 +126,7 @@ class Trainer:
         """The last step, if its row is not written yet."""
         self._last_row = 0
         self.rebalancer = Rebalancer(self)
+        self._starter = ThreadPoolExecutor(1)
         self._move: Move | None = None
         """The move whose processes are starting or have started."""
         self.death: Death | None = None
@@ -399,8 +402,8 @@ class Trainer:
             raise PlacementError(f"the run has this placement already ({plan.in_words})")
         check_move(loaded.config, plan, self.cluster.gpu_memory_bytes, before=self.plan)
         names = changed_pools(self.config, self.plan, loaded.config, plan)
-        self._move = Move(self.cluster, loaded, plan, names)
-        self._move.start()
+        workers = [ROLE_SPECS[role].worker for role in plan.roles]
+        self._move = Move(loaded, plan, self._starter.submit(self.cluster.prepare, plan, names, workers))
         self.observer.on_notice(f"starting processes for a move to {plan.in_words}")
         return self._move
 
@@ -416,11 +419,13 @@ class Trainer:
             except RolepoolError as error:
                 self._end_move(one_line(error))
         move = self._move
-        if move is None or move.is_alive() or number >= self.num_steps:
+        if move is None or not move.starting.done() or number >= self.num_steps:
             return
-        if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
-            self._end_move(move.problem or "the request was taken back")
+        problem = move.starting.exception()
+        if problem is not None or (move.has_request and take_request(self.folder.path) is None):
+            self._end_move("the request was taken back" if problem is None else one_line(problem))
             return
+        prepared = move.starting.result()
         self.watchdog.begin("move")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
@@ -429,10 +434,10 @@ class Trainer:
             return
         self._move = None
         try:
-            self._change_over(move.prepared, move.loaded, number)
+            self._change_over(prepared, move.loaded, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
-            self.folder.add_event("move", number + 1, what, seconds, list(move.prepared.processes), after_step=number)
+            self.folder.add_event("move", number + 1, what, seconds, list(prepared.processes), after_step=number)
             self.rebalancer.has_moved(number + 1, seconds)
             words = f"moved after step {number}: {what} ({seconds:.1f} s)"
             self.observer.on_notice(words)

@@ -10,8 +10,9 @@ steps are the calibration, and then it moves to the placement that is predicted 
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from rolepool.report.run import open_run, read_run
 from rolepool.trainer.paper import schedule_of
 
 if TYPE_CHECKING:
-    from rolepool.cluster import Cluster, Prepared
+    from rolepool.cluster import Prepared
     from rolepool.trainer.loop import Trainer
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -97,30 +98,20 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
 
-class Move(threading.Thread):
-    """Starts the processes of another placement while the run goes on. If it fails, `problem` says why."""
+@dataclass
+class Move:
+    """A change to another placement, whose processes start while the run goes on."""
 
-    def __init__(self, cluster: "Cluster", loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
-        super().__init__(daemon=True)
-        self.loaded, self.plan = loaded, plan
-        self.prepared: Prepared | None = None
-        self.problem = ""
-        self.has_request = False
-        """Whether a file asks for it. If the file is gone, nobody wants it any more."""
-        self._cluster, self._names = cluster, names
-
-    def run(self) -> None:
-        try:
-            workers = [ROLE_SPECS[role].worker for role in self.plan.roles]
-            self.prepared = self._cluster.prepare(self.plan, self._names, workers)
-        except RolepoolError as error:
-            self.problem = one_line(error)
+    loaded: LoadedConfig
+    plan: Plan
+    starting: "Future[Prepared]"
+    has_request: bool = False
+    """Whether a file asks for it. If the file is gone, nobody wants it any more."""
 
     def close(self) -> None:
         """End processes that were started in vain."""
-        self.join()
-        if self.prepared is not None:
-            self.prepared.cleanup.close()
+        if self.starting.exception() is None:
+            self.starting.result().cleanup.close()
 
 
 def take_request(run_folder: Path) -> Request | None:
