@@ -108,8 +108,7 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
         optim=OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
         fsdp=FsdpConfig(fsdp_size=setting.fsdp_size),
         grad_clip=1.0,
-        num_training_steps=8,
-        checkpointing=False,
+        num_steps=8,
     )
 
 

@@ -90,21 +90,12 @@ class TrainedModel(DeviceModel):
     """A model, its AdamW and its learning rate."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        device: str,
-        optim: OptimConfig,
-        fsdp: FsdpConfig,
-        grad_clip: float,
-        num_training_steps: int,
-        checkpointing: bool,
+        self, model: nn.Module, *, device: str, optim: OptimConfig, fsdp: FsdpConfig, grad_clip: float, num_steps: int
     ) -> None:
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        """`num_steps` is the number of steps in which the model is updated."""
         self.model, self.device = shard(model, device, fsdp.fsdp_size), device
         self.optim, self.grad_clip = optim, grad_clip
-        self.num_training_steps, self.num_updates = num_training_steps, 0
+        self.num_steps, self.num_updates = num_steps, 0
         settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
         moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
@@ -149,12 +140,12 @@ class TrainedModel(DeviceModel):
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
         optim, step, warmup = self.optim, self.num_updates, self.optim.lr_warmup_steps
         if warmup < 0:
-            warmup = int(optim.lr_warmup_steps_ratio * self.num_training_steps)
+            warmup = int(optim.lr_warmup_steps_ratio * self.num_steps)
         if step < warmup:
             return optim.lr * (step + 1) / warmup
         if optim.lr_scheduler_type == "constant":
             return optim.lr
-        done = min(1.0, (step - warmup) / max(1, self.num_training_steps - warmup))
+        done = min(1.0, (step - warmup) / max(1, self.num_steps - warmup))
         lowest = optim.min_lr_ratio
         return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -195,12 +186,6 @@ class TrainedModel(DeviceModel):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return {**totals, "grad_norm": norm.double()}
-
-    def recompute_activations(self, now: bool) -> None:
-        """Whether backward passes recompute activations; needs `checkpointing`."""
-        for module in self.model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = now  # type: ignore[assignment]
 
     def _move_optimizer(self, device: str) -> None:
         for state in self.optimizer.state.values():

@@ -178,13 +178,11 @@ class TrainedRole(ModelRole):
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
         keys = {"optim": self.keys.optim, "grad_clip": self.keys.grad_clip, "fsdp": self.config.at(str(self.spec.fsdp))}
-        self.placed = self.trained = TrainedModel(
-            model, device=self.device, num_training_steps=num_training_steps, checkpointing=self.checkpointing, **keys
-        )
-        self.snapshots = SnapshotWriter(self.trained)
         # Kept activations save time; their memory is not planned on a CPU.
-        if self.checkpointing and self.device != "cpu":
-            self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
+        if self.checkpointing and (self.device == "cpu" or self.update_micro_batches.size.recomputes):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        self.placed = self.trained = TrainedModel(model, device=self.device, num_steps=num_training_steps, **keys)
+        self.snapshots = SnapshotWriter(self.trained)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
