@@ -9,14 +9,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -34,7 +34,7 @@ from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProtoFuture
 from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, check_inputs, check_prompts
+from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
@@ -89,10 +89,7 @@ class Interrupt:
 class Trainer:
     """A training run, from the config to the last step."""
 
-    def __init__(
-        self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Callable[..., Any] | None = None
-    ) -> None:
-        """`reward` is a reward function that the config does not name."""
+    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None) -> None:
         self.loaded = loaded
         self.reward = reward
         self.config: Config = loaded.config
@@ -125,7 +122,6 @@ class Trainer:
         self._unfinished: StepCalls | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
-        self.rebalancer = Rebalancer(self)
         self._starter = ThreadPoolExecutor(1)
         self._move: Move | None = None
         """The move whose processes are starting or have started."""
@@ -157,6 +153,7 @@ class Trainer:
                 )
                 return
             self._last_row = self.start_step
+            self.rebalancer = Rebalancer(self)
             try:
                 self._run(saved, position, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
@@ -229,7 +226,7 @@ class Trainer:
             call.get()
 
     def _build_roles(self) -> None:
-        self.roles = build_roles(self.cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
+        self.roles = build_roles(self.cluster, self.config, self.num_steps, self.dtype, self.reward)
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""

@@ -202,21 +202,16 @@ class Rebalancer:
         self._trainer, self._keys = trainer, trainer.config.placement
         self._num_tries = MAX_TRIES if self._keys.chooses else 0
         """How many placements a calibration may still try."""
-        self._due: int | None = None
-        """The step after which the next search begins."""
         self._thread: threading.Thread | None = None
         self._found: tuple[Prediction, float] | None = None
         """The placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
-        self._move_s = FIRST_MOVE_S
-        """How long the last move took."""
+        self.has_moved(trainer.start_step, FIRST_MOVE_S)
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
-        if self._due is None:
-            self._wait(number - 1)
-        elif self._found is not None:
+        if self._found is not None:
             self._ask(*self._found)
             self._found = None
         elif self._thread is not None and not self._thread.is_alive():
@@ -232,6 +227,7 @@ class Rebalancer:
         self._wait(number)
 
     def _wait(self, number: int) -> None:
+        """Begin the next search so many steps later."""
         self._due = number + (NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN)
 
     @property
