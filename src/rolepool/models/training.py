@@ -24,8 +24,6 @@ from rolepool.protocol.worker import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
-Move = Callable[[str], object]
-"""Moves offloaded tensors to a device."""
 
 COPIES_AT_ONCE = 200
 """Copies that wait in the queue of a GPU. It has about a thousand places, and if it is full, other work waits, too."""
@@ -38,7 +36,8 @@ class DeviceModel:
 
     model: nn.Module
     device: str
-    _moves: list[Move]
+    _moves: list[Callable[[str], object]]
+    """What moves offloaded tensors to a device."""
     _failed: BaseException | None = None
 
     @contextmanager

@@ -90,11 +90,9 @@ class Trainer:
     """A training run, from the config to the last step."""
 
     def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None) -> None:
-        self.loaded = loaded
-        self.reward = reward
+        self.loaded, self.dtype, self.reward = loaded, dtype, reward
         self.config: Config = loaded.config
         self.observer = Observer()
-        self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
         check_inputs(self.config, self.plan, reward)
@@ -205,7 +203,7 @@ class Trainer:
         self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
-        self.snapshots = Snapshots(self.config, self.plan, self.cluster)
+        self.snapshots = Snapshots(self.config, self.cluster)
         started.callback(self.snapshots.close)
         self.observer.on_phase("loading models")
         self._build_roles()

@@ -14,7 +14,6 @@ from rolepool.cluster import Cluster
 from rolepool.cluster.keepers import Files, Keepers
 from rolepool.config import Config
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
-from rolepool.placement import Plan
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
@@ -29,9 +28,9 @@ COMPLETE_TIMEOUT_S = 60.0
 class Snapshots:
     """The last two snapshots of a run."""
 
-    def __init__(self, config: Config, plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, config: Config, cluster: Cluster) -> None:
         self._every = config.trainer.snapshot_freq
-        self._needed = snapshot_bytes(config, plan)
+        self._needed = snapshot_bytes(config, cluster.plan)
         self._cluster = cluster
         self._numbers = count(1)
         self._taken: list[tuple[Position, str, int, dict[str, list[Files]]]] = []
