@@ -7,7 +7,6 @@ the copy itself.
 
 import json
 import logging
-import mmap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -114,8 +113,7 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The memory of a safetensors file, and its tensors as views of that memory."""
-    with path.open("r+b") as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     size = int(memory[:8].view(torch.int64))
     header, start = json.loads(bytes(memory[8 : 8 + size].numpy())), 8 + size
     views = {}
