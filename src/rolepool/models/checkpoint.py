@@ -133,7 +133,7 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         fix = "start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         raise ConfigError(f"{folder}: {problem}, or {fix}")
     trained.optimizer.state.clear()
-    trained.forgive()
+    trained.failure = None
     with trained.on_device(training=True), torch.no_grad():
         for name, parameter in _parameters(trained):
             if (step := saved.get(f"{name}/{STEP}")) is not None:

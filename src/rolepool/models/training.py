@@ -38,16 +38,17 @@ class DeviceModel:
     device: str
     _moves: list[Callable[[str], object]]
     """What moves offloaded tensors to a device."""
-    _failed: BaseException | None = None
+    failure: BaseException | None = None
+    """The error of an update that failed halfway. The weights are not usable until all of them are replaced."""
 
     @contextmanager
     def on_device(self, *, training: bool = False) -> Iterator[nn.Module]:
         """The model on its device inside the block, for training, or without gradients.
 
-        If an update fails halfway, the weights are not usable: every later use raises an error, too.
+        After an update that failed halfway every use raises an error, too.
         """
-        if self._failed is not None:
-            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
+        if self.failure is not None:
+            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self.failure!r}")
         for move in self._moves:
             if training or move == self.model.to:  # only training needs the optimizer
                 move(self.device)
@@ -55,14 +56,10 @@ class DeviceModel:
             with torch.set_grad_enabled(training):
                 yield self.model.train(training)
         except BaseException as error:
-            self._failed = error if training else None
+            self.failure = error if training else None
             raise
         finally:
             self._leave_device()
-
-    def forgive(self) -> None:
-        """Use the model again after a failed update, because all its weights are replaced."""
-        self._failed = None
 
     def _leave_device(self) -> None:
         """Free memory after a use of the model: gathered weights, and what is offloaded."""
