@@ -204,7 +204,7 @@ class Trainer:
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)
-        started.callback(self.snapshots.close)
+        started.callback(self.snapshots.keepers.close)
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
