@@ -123,7 +123,7 @@ class Steps:
     def serve(self) -> None:
         """A step for every line that comes in; what it took goes out as a line of JSON."""
         with Cluster(self.plan) as cluster:
-            self.roles = build.build_roles(cluster, self.config, self.plan, 10)
+            self.roles = build.build_roles(cluster, self.config, 10)
             print("ready", flush=True)
             for _ in sys.stdin:
                 print(json.dumps(self.step()), flush=True)

@@ -20,6 +20,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from statistics import fmean
 
@@ -79,7 +80,7 @@ class Mover(Observer):
             loaded, plan = moved(self.trainer.config, self._moves.pop(0).split())
             self._move = self.trainer.move(plan, loaded)
             if self._waits:
-                self._move.join()
+                wait([self._move.starting])
 
 
 def run(

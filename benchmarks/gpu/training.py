@@ -195,8 +195,7 @@ def plain_model(setting: Setting, *, is_critic: bool) -> TrainedModel:
         optim=keys.optim,
         fsdp=fsdp,
         grad_clip=keys.grad_clip,
-        num_training_steps=10,
-        checkpointing=False,
+        num_steps=10,
     )
 
 

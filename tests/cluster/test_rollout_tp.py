@@ -115,7 +115,7 @@ def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
     loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     with Cluster(plan) as cluster:
-        roles = build_roles(cluster, config, plan, 10)
+        roles = build_roles(cluster, config, 10)
         assert (roles.rollout.tp_size, roles.rollout.dp_size) == (2, 1)
         step = ppo_step(config, roles, Estimator(config), repeated(loader.next_batch(), 2), 1)
         before = step.calls["gen"][0].get()

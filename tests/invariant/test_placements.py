@@ -150,7 +150,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
     estimator = Estimator(config)
     course = Course([], [], [], {})
     with Cluster(plan) as cluster:
-        roles = build_roles(cluster, config, plan, 10, dtype)
+        roles = build_roles(cluster, config, 10, dtype)
         watched = WatchedRollout(roles.rollout, replayed)
         roles.rollout = watched  # type: ignore[assignment]
         for number in range(1, NUM_STEPS + 1):

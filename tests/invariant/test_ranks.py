@@ -40,8 +40,7 @@ def build(fsdp_size: int) -> TrainedModel:
         optim=OptimConfig(lr=1e-3),
         fsdp=FsdpConfig(fsdp_size=fsdp_size),
         grad_clip=1.0,
-        num_training_steps=NUM_STEPS,
-        checkpointing=False,
+        num_steps=NUM_STEPS,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from train_helpers import rows_of, small_keys
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.planner import search as searching
-from rolepool.trainer import rebalance
+from rolepool.trainer import moves
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
 
@@ -33,9 +34,10 @@ class Notices(Observer):
         self.lines.append(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        for thread in (self._trainer.rebalancer._thread, self._trainer._move):
-            if thread is not None:
-                thread.join()
+        if (thread := self._trainer.rebalancer._thread) is not None:
+            thread.join()
+        if (move := self._trainer._move) is not None:
+            wait([move.starting])
 
 
 def run(demo: Demo, folder: Path, *more: str) -> Notices:
@@ -54,12 +56,12 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faster(*args: Any) -> list[Any]:
         found = [one for one in real(*args) if len(one.plan.pools) == 2]
-        return [rebalance.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found]
+        return [moves.replace(one, step_s=one.step_s / 1000, low_s=one.low_s / 1000) for one in found]
 
     real = searching.search
     monkeypatch.setattr(searching, "score_of", score)
-    monkeypatch.setattr(rebalance, "search", faster)
-    monkeypatch.setattr(rebalance, "FIRST_MOVE_S", 0.0)
+    monkeypatch.setattr(moves, "search", faster)
+    monkeypatch.setattr(moves, "FIRST_MOVE_S", 0.0)
 
 
 @pytest.mark.timeout(200)
@@ -70,7 +72,7 @@ def test_a_run_without_a_profile_calibrates_and_moves_and_its_losses_do_not_chan
     assert any(line.startswith("placement: chose placement.strategy=split, predicted to take") for line in said)
     rows = [json.loads(line) for line in (tmp_path / "auto" / "run" / "metrics.jsonl").read_text().splitlines()]
     (move,) = [row["move"] for row in rows if "move" in row]
-    assert move["after_step"] >= rebalance.NUM_CALIBRATION_STEPS
+    assert move["after_step"] >= moves.NUM_CALIBRATION_STEPS
     assert "global_pool [2] -> " in move["what"]
 
     still = run(demo, tmp_path / "still", "placement.strategy=standard").lines
@@ -88,7 +90,7 @@ def test_a_run_with_a_profile_starts_in_the_placement_that_is_chosen_from_it(
 ) -> None:
     run(demo, tmp_path / "first", "placement.strategy=standard")
     keys = small_keys(demo, tmp_path / "second", *KEYS, "placement.strategy=auto")
-    loaded, notices = rebalance.resolve(load_config([], keys))
+    loaded, notices = moves.resolve(load_config([], keys))
     assert loaded.config.placement.strategy == "split"
     (notice,) = notices
     assert "chose placement.strategy=split" in notice

@@ -9,8 +9,7 @@ import pytest
 from rolepool.config import load_config
 from rolepool.errors import DivergedError
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.trainer.checkpoint import Checkpoints
-from rolepool.trainer.rows import BadSteps
+from rolepool.trainer.checkpoint import BadSteps, Checkpoints
 
 GOOD, PARTLY_SKIPPED, BAD = (4, 0), (1, 3), (0, 4)
 

@@ -108,8 +108,7 @@ def build(setting: Setting, **sizes: Any) -> TrainedModel:
         optim=OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=2),
         fsdp=FsdpConfig(fsdp_size=setting.fsdp_size),
         grad_clip=1.0,
-        num_training_steps=8,
-        checkpointing=False,
+        num_steps=8,
     )
 
 
@@ -349,18 +348,29 @@ def test_any_number_of_ranks_reads_a_snapshot(
             assert losses_after == pytest.approx(losses, rel=1e-5, abs=0)
 
 
-def test_the_snapshot_of_a_rank_is_complete_when_all_its_files_have_its_number(
+def test_the_snapshot_of_a_rank_is_complete_when_its_own_file_has_its_number(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     *_, first = files = snapshot_files(tmp_path / "role", 0, 2)
     assert snapshot_number(files) is None
     ranks(2)(snapshot_and_go_on, FLOAT32, tmp_path / "role")
     assert snapshot_number(files) == 3
-    text = first.read_text()
     first.unlink()
     assert snapshot_number(files) is None
-    first.write_text(text.replace('"number":3', '"number":1'))
+
+
+def test_a_snapshot_has_its_number_only_after_its_copies_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, done = build(FLOAT32), list[Callable[[], object]]()
+    snapshots, files = SnapshotWriter(trained), snapshot_files(tmp_path / "role", 0, 1)
+    snapshots.write(tmp_path / "role", 1)
+    assert snapshot_number(files) == 1
+    monkeypatch.setattr(trained, "copy_later", lambda sources, copies, then: done.append(then))
+    snapshots.write(tmp_path / "role", 2)
     assert snapshot_number(files) is None
+    done[0]()
+    assert snapshot_number(files) == 2
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

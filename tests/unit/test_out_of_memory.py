@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolepool.cluster.calls import Share
 from rolepool.config import Config, load_config
@@ -257,3 +258,23 @@ def test_an_update_without_finite_gradients_is_skipped_and_counted(config: Calla
     assert metrics["critic/grad_norm"] > 0
     assert (metrics["critic/updates"], metrics["critic/skipped_updates"]) == (1, 0)
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("checkpointing", "num_runs"), [("false", 1), ("true", 2)])
+def test_activations_are_kept_or_made_again(config: Callable[..., Config], checkpointing: str, num_runs: int) -> None:
+    class Trained(TrainedRole):
+        role = Role.Critic
+
+        def loss_of(self, rows: Any, columns: Mapping[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.trained.model(input_ids=torch.arange(4)[None], use_cache=False).logits.square().mean(), {}
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3))  # type: ignore[no-untyped-call]
+    role = Trained(config(f"critic.model.enable_gradient_checkpointing={checkpointing}"), Setup())
+    role.train(model, num_training_steps=1)
+    runs: list[str] = []
+    model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: runs.append("again"))
+    for _ in range(2):
+        runs.clear()
+        role.update(rows(4), ends_step=True)
+        assert len(runs) == num_runs

@@ -50,8 +50,6 @@ from rolepool.protocol.worker import random_state, set_random_state
 
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
-COPIED, COPIED_SUFFIX = "copied", ".copied"
-"""A tensor with the number of a snapshot, and the ending of its file. It is written after all other tensors."""
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
@@ -135,7 +133,7 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         fix = "start a new run with trainer.resume_mode=disable and no trainer.resume_from_path"
         raise ConfigError(f"{folder}: {problem}, or {fix}")
     trained.optimizer.state.clear()
-    trained.forgive()
+    trained.failure = None
     with trained.on_device(training=True), torch.no_grad():
         for name, parameter in _parameters(trained):
             if (step := saved.get(f"{name}/{STEP}")) is not None:
@@ -151,18 +149,16 @@ def load_trained(trained: TrainedModel, folder: Path) -> None:
         set_random_state(ranks[rank].rng)
 
 
-def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path, Path]:
-    """The files that a rank writes for a snapshot: its shard, and two that have the snapshot's number."""
-    shard = folder / f"shard-{rank:05d}.safetensors"
-    return shard, shard.with_suffix(COPIED_SUFFIX), folder / rank_file(rank, num_ranks)
+def snapshot_files(folder: Path, rank: int, num_ranks: int) -> tuple[Path, Path]:
+    """The files that a rank writes for a snapshot: its shard, and then its own file, with the snapshot's number."""
+    return folder / f"shard-{rank:05d}.safetensors", folder / rank_file(rank, num_ranks)
 
 
 def snapshot_number(files: Sequence[Path]) -> int | None:
     """The number of the snapshot that a rank wrote to these files; None if it is not complete."""
-    _, copied, own = files
-    with suppress(OSError, SafetensorError), safe_open(copied, "pt") as file:  # not written yet, or just replaced
-        number: int = json.loads(own.read_bytes())["number"]
-        return number if int(file.get_tensor(COPIED)) == number else None
+    with suppress(OSError):  # not written yet, or just removed
+        number: int = json.loads(files[-1].read_bytes())["number"]
+        return number
     return None
 
 

@@ -6,7 +6,7 @@ waits for the device while it prepares a micro-batch. Packed and padded passes g
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -21,8 +21,11 @@ from rolepool.algorithm.log_probs import LinearLogProbs, precise
 from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
+from rolepool.protocol.batching import IS_PADDING_KEY
 from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
 
+Inputs = dict[str, Any]
+"""Arguments of a model's forward pass."""
 LOGITS_AT_ONCE_UNCOMPILED = 2**25
 """Fewer than `LOGITS_AT_ONCE`, because without a compiler each step of the arithmetic allocates a tensor."""
 
@@ -35,6 +38,12 @@ def on_device(tensor: Tensor, device: str | torch.device) -> Tensor:
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def kept_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """[rows, longest response]: the response tokens that count in losses; none of a row that pads the batch."""
+    mask = sampled_mask(batch, ragged_parts(batch[INPUT_IDS])[1].diff() - batch[NUM_PROMPT_TOKENS])
+    return mask if IS_PADDING_KEY not in batch else mask & ~batch[IS_PADDING_KEY][:, None]
 
 
 class TokenRows:
@@ -65,7 +74,7 @@ class TokenRows:
         """The response tokens that the policy sampled: [rows, longest response]."""
         return self._on_device(sampled_mask(self._batch, self.num_response))
 
-    def packed_inputs(self) -> tuple[dict[str, object], Tensor]:
+    def packed_inputs(self) -> tuple[Inputs, Tensor]:
         """A model's inputs with all tokens in one row, and the place in it of the token before each response token."""
         lengths = self.lengths[self.lengths > 0]
         starts = self._on_device(offsets_of(lengths).int())
@@ -75,7 +84,7 @@ class TokenRows:
         tokens = {"input_ids": self.ids.unsqueeze(0), "position_ids": self._on_device(self._positions).unsqueeze(0)}
         return {**tokens, **where}, self._on_device(self._places_of_responses - 1)
 
-    def padded_inputs(self, pad_token_id: int = 0) -> tuple[dict[str, object], Tensor]:
+    def padded_inputs(self, pad_token_id: int = 0) -> tuple[Inputs, Tensor]:
         """The same with one row each, padded on the right to the longest; places count through all rows."""
         width = int(self.lengths.max())
         is_real = torch.arange(width) < self.lengths[:, None]
@@ -122,21 +131,17 @@ def response_values(model: nn.Module, rows: TokenRows, *, packed: bool) -> Tenso
 def add_token_scores(model: nn.Module, has_plain_head: bool = True) -> nn.Module:
     """Give a language model the method `token_scores`. It computes scores without all logits at once if logits are
     just the last hidden states times the weight of the head."""
-    setattr(model, TOKEN_SCORES, MethodType(_token_scores if has_plain_head else _token_scores_from_logits, model))
+    setattr(model, TOKEN_SCORES, MethodType(_token_scores if has_plain_head else _scores_from_logits, model))
     return model
 
 
-def _token_scores(
-    model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
-) -> TokenScores:
+def _token_scores(model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float) -> TokenScores:
     """Log-prob of each label and entropy, after the token at each place of the inputs, counted through all rows."""
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places]
     return _linear_log_probs(hidden.is_cuda)(hidden, model.get_output_embeddings().weight, labels, temperature)
 
 
-def _token_scores_from_logits(
-    model: Any, inputs: dict[str, object], places: Tensor, labels: Tensor, temperature: float
-) -> TokenScores:
+def _scores_from_logits(model: Any, inputs: Inputs, places: Tensor, labels: Tensor, temperature: float) -> TokenScores:
     """The same from the logits that the model returns, of all tokens at once."""
     # The class's function, because the model's own `forward` may cast and gather weights, as is done for this method.
     logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[places]
@@ -178,9 +183,7 @@ def packed_attention(
     return _padded_attention((query, key, value), scaling, sliding_window, cu_seq_lens_q), None
 
 
-def _padded_attention(
-    qkv: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None, starts: Tensor
-) -> Tensor:
+def _padded_attention(qkv: Sequence[Tensor], scaling: float | None, window: int | None, starts: Tensor) -> Tensor:
     """The same on a CPU: one call for all sequences whose lengths are between two powers of two."""
     lengths = starts.diff()
     sizes = lengths.float().log2().ceil()

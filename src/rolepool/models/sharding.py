@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -117,7 +117,7 @@ def _use_copies(dtype: torch.dtype, module: nn.Module, method: str, weights: Con
 # Compiling. Torch caches compiled code on disk for later processes.
 
 
-def compiled(function: Callable[..., Any], mark: Callable[..., None] | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], mark: Callable[..., None]) -> Callable[..., Any]:
     """The compiled function, for any number of tokens; the function itself if there is no compiler.
 
     `mark` gets the arguments before each call and marks sizes as constant, so that kernels are compiled for them.
@@ -125,8 +125,6 @@ def compiled(function: Callable[..., Any], mark: Callable[..., None] | None = No
     if not has_compiler():
         return function
     fast = torch.compile(function, dynamic=True)
-    if mark is None:
-        return fast
 
     def call(*args: Any, **kwargs: Any) -> Any:
         mark(*args, **kwargs)
@@ -173,15 +171,8 @@ def rank_and_count() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def whole_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters (these names, or all) by Hugging Face name, gathered one at a time. All ranks must call it."""
-    for name, parameter in model.state_dict().items():
-        if names is None or name in names:
-            yield name, whole(parameter)
-
-
 def whole(tensor: Tensor) -> Tensor:
-    """The gathered tensor if it is sharded, else the tensor itself."""
+    """The gathered tensor if it is sharded, else the tensor itself. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -7,9 +7,8 @@ the copy itself.
 
 import json
 import logging
-import mmap
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rolepool.errors import one_line
 from rolepool.files import write_atomically
-from rolepool.models.checkpoint import COPIED, COPIED_SUFFIX, all_tensors, rank_state_text, snapshot_files
+from rolepool.models.checkpoint import all_tensors, rank_state_text, snapshot_files
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
@@ -33,12 +32,12 @@ class SnapshotWriter:
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
-        self._files: dict[Path, tuple[list[tuple[str, torch.Size]], dict[str, Tensor]]] = {}
-        self._pinned: dict[Path, list[Tensor]] = {}
+        self._files: dict[Path, tuple[list[tuple[str, torch.Size]], Tensor, dict[str, Tensor]]] = {}
+        """The parts of tensors that a file is for, its memory, and the copies as views of that memory."""
         self._is_off = False
 
     def write(self, folder: Path, number: int) -> None:
-        """Write the state. The snapshot is complete when the files of all ranks have its number. If it cannot be
+        """Write the state. The snapshot is complete when the own files of all ranks have its number. If it cannot be
         written, there is a warning, and no further one is tried."""
         if self._is_off:
             return
@@ -50,45 +49,39 @@ class SnapshotWriter:
                 logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
 
     def _write(self, folder: Path, number: int) -> None:
-        self.wait()
+        self._trained.wait_for_copies()
         rank, num_ranks = rank_and_count()
-        shard, _, own_file = snapshot_files(folder, rank, num_ranks)
+        shard, own_file = snapshot_files(folder, rank, num_ranks)
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
         tensors = all_tensors(self._trained)
         parts = own_parts(tensors)
         copies = self._opened(shard, tensors, parts)
-        write_atomically(own_file, [rank_state_text(self._trained, tensors, number)])
-        targets = [copies[name] for name in parts]  # none on a replica
-        # The last copy, of the number, says that the others are done.
-        self._trained.copy_later(list(parts.values()), targets, partial(copies[COPIED].fill_, number))
+        ready = write_atomically(own_file.with_suffix(".new"), [rank_state_text(self._trained, tensors, number)])
 
-    def wait(self) -> None:
-        """Wait until the last snapshot is written."""
-        self._trained.wait_for_copies()
+        def publish() -> None:
+            with suppress(OSError):  # the folder is removed if its keeper dies or the run ends
+                ready.replace(own_file)
+
+        self._trained.copy_later(list(parts.values()), [copies[name] for name in parts], publish)
 
     def _opened(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is for other parts, it is
         replaced."""
-        names = [(name, part.shape) for name, part in parts.items()]
+        names, on_gpu = [(name, part.shape) for name, part in parts.items()], self._trained.device != "cpu"
         if path not in self._files or self._files[path][0] != names or not path.exists():
             for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
                 folder.mkdir(exist_ok=True, mode=0o700)
             offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
             copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
             path.unlink(missing_ok=True)
-            for memory in self._pinned.pop(path, ()):
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            if on_gpu and path in self._files:
+                torch.cuda.cudart().cudaHostUnregister(self._files.pop(path)[1].data_ptr())
             save_file(copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
-            marker = {COPIED: torch.tensor([-1])}
-            save_file(marker, path.with_suffix(COPIED_SUFFIX))
-            files = {path: copies, path.with_suffix(COPIED_SUFFIX): marker}
-            mapped = [_mapped(file, content) for file, content in files.items()]
-            self._files[path] = names, {name: one for _, views in mapped for name, one in views.items()}
-            if self._trained.device != "cpu":  # the GPU copies only to pinned memory while it goes on with other work
-                self._pinned[path] = [memory for memory, _ in mapped]
-                for memory in self._pinned[path]:
-                    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        return self._files[path][1]
+            memory, views = _mapped(path, copies)
+            self._files[path] = names, memory, views
+            if on_gpu:  # the GPU copies only to pinned memory while it goes on with other work
+                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        return self._files[path][2]
 
 
 @torch.no_grad()
@@ -120,8 +113,7 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 def _mapped(path: Path, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The memory of a safetensors file, and its tensors as views of that memory."""
-    with path.open("r+b") as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     size = int(memory[:8].view(torch.int64))
     header, start = json.loads(bytes(memory[8 : 8 + size].numpy())), 8 + size
     views = {}

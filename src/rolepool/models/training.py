@@ -24,8 +24,6 @@ from rolepool.protocol.worker import part, work_of
 
 LossOf = Callable[[Sequence[int]], tuple[Tensor, dict[str, Tensor]]]
 """The loss of some rows, and metrics. Summed over micro-batches and ranks they are those of the whole mini-batch."""
-Move = Callable[[str], object]
-"""Moves offloaded tensors to a device."""
 
 COPIES_AT_ONCE = 200
 """Copies that wait in the queue of a GPU. It has about a thousand places, and if it is full, other work waits, too."""
@@ -38,17 +36,19 @@ class DeviceModel:
 
     model: nn.Module
     device: str
-    _moves: list[Move]
-    _failed: BaseException | None = None
+    _moves: list[Callable[[str], object]]
+    """What moves offloaded tensors to a device."""
+    failure: BaseException | None = None
+    """The error of an update that failed halfway. The weights are not usable until all of them are replaced."""
 
     @contextmanager
     def on_device(self, *, training: bool = False) -> Iterator[nn.Module]:
         """The model on its device inside the block, for training, or without gradients.
 
-        If an update fails halfway, the weights are not usable: every later use raises an error, too.
+        After an update that failed halfway every use raises an error, too.
         """
-        if self._failed is not None:
-            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self._failed!r}")
+        if self.failure is not None:
+            raise RolepoolError(f"an earlier update failed, so these weights cannot be used: {self.failure!r}")
         for move in self._moves:
             if training or move == self.model.to:  # only training needs the optimizer
                 move(self.device)
@@ -56,14 +56,10 @@ class DeviceModel:
             with torch.set_grad_enabled(training):
                 yield self.model.train(training)
         except BaseException as error:
-            self._failed = error if training else None
+            self.failure = error if training else None
             raise
         finally:
             self._leave_device()
-
-    def forgive(self) -> None:
-        """Use the model again after a failed update, because all its weights are replaced."""
-        self._failed = None
 
     def _leave_device(self) -> None:
         """Free memory after a use of the model: gathered weights, and what is offloaded."""
@@ -90,21 +86,12 @@ class TrainedModel(DeviceModel):
     """A model, its AdamW and its learning rate."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        device: str,
-        optim: OptimConfig,
-        fsdp: FsdpConfig,
-        grad_clip: float,
-        num_training_steps: int,
-        checkpointing: bool,
+        self, model: nn.Module, *, device: str, optim: OptimConfig, fsdp: FsdpConfig, grad_clip: float, num_steps: int
     ) -> None:
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        """`num_steps` is the number of steps in which the model is updated."""
         self.model, self.device = shard(model, device, fsdp.fsdp_size), device
         self.optim, self.grad_clip = optim, grad_clip
-        self.num_training_steps, self.num_updates = num_training_steps, 0
+        self.num_steps, self.num_updates = num_steps, 0
         settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings, fused=device == "cuda")
         moves = ((self.model.to, fsdp.param_offload), (self._move_optimizer, fsdp.optimizer_offload))
@@ -149,12 +136,12 @@ class TrainedModel(DeviceModel):
         """Learning rate of the next update: linear warm-up, then constant or a cosine down to min_lr_ratio."""
         optim, step, warmup = self.optim, self.num_updates, self.optim.lr_warmup_steps
         if warmup < 0:
-            warmup = int(optim.lr_warmup_steps_ratio * self.num_training_steps)
+            warmup = int(optim.lr_warmup_steps_ratio * self.num_steps)
         if step < warmup:
             return optim.lr * (step + 1) / warmup
         if optim.lr_scheduler_type == "constant":
             return optim.lr
-        done = min(1.0, (step - warmup) / max(1, self.num_training_steps - warmup))
+        done = min(1.0, (step - warmup) / max(1, self.num_steps - warmup))
         lowest = optim.min_lr_ratio
         return optim.lr * (lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -195,12 +182,6 @@ class TrainedModel(DeviceModel):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return {**totals, "grad_norm": norm.double()}
-
-    def recompute_activations(self, now: bool) -> None:
-        """Whether backward passes recompute activations; needs `checkpointing`."""
-        for module in self.model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = now  # type: ignore[assignment]
 
     def _move_optimizer(self, device: str) -> None:
         for state in self.optimizer.state.values():

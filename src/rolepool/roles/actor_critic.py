@@ -12,13 +12,15 @@ from rolepool.errors import RolepoolError
 from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic
 from rolepool.models.packing import TokenRows, response_values
-from rolepool.models.sharding import whole_parameters
+from rolepool.models.sharding import whole
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.ragged import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
+UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
+"""What an update of the actor reads, besides tokens."""
 NUM_PARITY_TOKENS = 64
 """The number of tokens of each rank whose log-probs are compared with those of the rollout engine."""
 
@@ -32,6 +34,8 @@ class Actor(TrainedRole):
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
+        if self.keys.loss_scale_factor is not None:
+            self.loss_scale_factor = self.keys.loss_scale_factor
         model = self.load_policy(setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
@@ -70,19 +74,11 @@ class Actor(TrainedRole):
                 "last weights; fix the engine, or raise the limit"
             )
 
-    @register(
-        Dispatch.DP_COMPUTE_METRIC,
-        blocking=False,
-        reads=(*MASKED_TOKENS, "old_log_probs", "advantages", "ref_log_prob"),
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, *UPDATE_COLUMNS))
     def update_actor(self, data: DataProto, ends_step: bool = True) -> dict[str, float]:
         """One epoch of updates."""
         metrics = self.update(data, ends_step)
         return {**metrics, "actor/kl_coef": self.keys.kl_loss_coef} if self.keys.use_kl_loss else metrics
-
-    @property
-    def loss_scale_factor(self) -> float:
-        return super().loss_scale_factor if self.keys.loss_scale_factor is None else self.keys.loss_scale_factor
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         keys, mask, mode = self.keys, columns["response_mask"], self.keys.loss_agg_mode
@@ -118,7 +114,9 @@ class Actor(TrainedRole):
         dtype = None if self.device == "cpu" else torch.bfloat16
         rows: dict[str, Tensor] = {}
         with self.trained.on_device() as model:
-            for name, tensor in whole_parameters(model, set(names)):
+            weights = model.state_dict()
+            for name in names:
+                tensor = whole(weights[name])
                 if self.rank == 0:
                     rows[name] = tensor.detach().to(dtype=dtype).cpu().unsqueeze(0)
         return DataProto.from_dict(rows)

@@ -28,7 +28,7 @@ from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
 from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
-from rolepool.models.packing import TokenRows, TokenScores, on_device, response_log_probs
+from rolepool.models.packing import TokenRows, TokenScores, kept_mask, on_device, response_log_probs
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
 from rolepool.models.snapshot import SnapshotWriter
 from rolepool.models.training import DeviceModel, TrainedModel, model_utilization
@@ -36,17 +36,7 @@ from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.batching import IS_PADDING_KEY
-from rolepool.protocol.ragged import (
-    INPUT_IDS,
-    MASKED_TOKENS,
-    NUM_PROMPT_TOKENS,
-    RESPONSE_MASK,
-    flat_values,
-    is_ragged,
-    lengths_of,
-    sampled_mask,
-)
+from rolepool.protocol.ragged import INPUT_IDS, MASKED_TOKENS, RESPONSE_MASK, flat_values, is_ragged, lengths_of
 from rolepool.protocol.worker import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]
@@ -174,6 +164,8 @@ class TrainedRole(ModelRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
+        self.loss_scale_factor = float(config.data.max_response_length)
+        """The divisor of the aggregation seq-mean-token-sum-norm."""
         self.checkpointing: bool = config.at(self.spec.model).enable_gradient_checkpointing
         self.shape: ModelShape | None = None
         """None if the plan cannot tell the model's shape."""
@@ -186,18 +178,11 @@ class TrainedRole(ModelRole):
     def train(self, model: nn.Module, num_training_steps: int) -> None:
         """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
         keys = {"optim": self.keys.optim, "grad_clip": self.keys.grad_clip, "fsdp": self.config.at(str(self.spec.fsdp))}
-        self.placed = self.trained = TrainedModel(
-            model, device=self.device, num_training_steps=num_training_steps, checkpointing=self.checkpointing, **keys
-        )
-        self.snapshots = SnapshotWriter(self.trained)
         # Kept activations save time; their memory is not planned on a CPU.
-        if self.checkpointing and self.device != "cpu":
-            self.trained.recompute_activations(bool(self.update_micro_batches.size.recomputes))
-
-    @property
-    def loss_scale_factor(self) -> float:
-        """The divisor of the aggregation seq-mean-token-sum-norm."""
-        return float(self.config.data.max_response_length)
+        if self.checkpointing and (self.device == "cpu" or self.update_micro_batches.size.recomputes):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        self.placed = self.trained = TrainedModel(model, device=self.device, num_steps=num_training_steps, **keys)
+        self.snapshots = SnapshotWriter(self.trained)
 
     def loss_of(self, rows: TokenRows, columns: Mapping[str, Tensor], counts: LossCounts) -> Loss:
         """The loss of one micro-batch and metrics: shares that add up over micro-batches and ranks.
@@ -216,7 +201,7 @@ class TrainedRole(ModelRole):
         num_rows = self.keys.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.context.dp_size
         batches = data.split(num_rows)
         with self.trained.on_device(training=True):
-            counts = count_losses(map(kept_mask, batches), self.loss_scale_factor, self.device)
+            counts = count_losses((kept_mask(batch.batch) for batch in batches), self.loss_scale_factor, self.device)
             lengths = [lengths_of(batch.batch[INPUT_IDS]).tolist() for batch in batches]
             splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
             of_batches = []
@@ -247,7 +232,7 @@ class TrainedRole(ModelRole):
         tokens = TokenRows(given.batch, self.device)
         of_responses = {key: one for key, one in given.batch.items() if is_ragged(one) and key != INPUT_IDS}
         columns = {key: tokens.pad(on_device(flat_values(one), self.device)) for key, one in of_responses.items()}
-        columns[RESPONSE_MASK] = on_device(kept_mask(given), self.device)
+        columns[RESPONSE_MASK] = on_device(kept_mask(given.batch), self.device)
         return self.loss_of(tokens, columns, counts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -263,14 +248,8 @@ class TrainedRole(ModelRole):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load what any number of ranks saved there."""
-        self.snapshots.wait()
+        self.trained.wait_for_copies()
         load_trained(self.trained, Path(folder))
-
-
-def kept_mask(data: DataProto) -> Tensor:
-    """[rows, longest response]: the response tokens that count in losses; none of a row that pads the batch."""
-    mask = sampled_mask(data.batch, lengths_of(data.batch[INPUT_IDS]) - data.batch[NUM_PROMPT_TOKENS])
-    return mask if IS_PADDING_KEY not in data.batch else mask & ~data.batch[IS_PADDING_KEY][:, None]
 
 
 def count_losses(masks: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:

@@ -58,9 +58,7 @@ class RewardModel(ModelRole):
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
             pooled: Tensor = self.placed.model(**inputs, use_cache=False).logits
             # The model itself would score before the last token if the policy has written a pad token there.
-            mask = inputs["attention_mask"]
-            assert isinstance(mask, Tensor)
-            last = mask.sum(dim=1) - 1
+            last = inputs["attention_mask"].sum(dim=1) - 1
             logits = pooled if self.of_all_tokens is None else self.of_all_tokens[torch.arange(len(last)), last]
             return {"scores": logits[:, 0].float()}
 

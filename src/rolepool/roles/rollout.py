@@ -12,7 +12,7 @@ from typing import Literal
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
-from rolepool.models.sharding import whole_parameters
+from rolepool.models.sharding import whole
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
 from rolepool.protocol.worker import part
@@ -96,7 +96,8 @@ class Rollout(ModelRole):
         actor = self.siblings[Role.Actor]
         assert isinstance(actor, Actor)
         with actor.trained.on_device() as model, part("gather"):
-            self.engine.update_weights([] if self.engine.shared_weights else whole_parameters(model), version)
+            weights = {} if self.engine.shared_weights else model.state_dict()
+            self.engine.update_weights(((name, whole(weight)) for name, weight in weights.items()), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take_weights(self, weights: DataProto) -> None:

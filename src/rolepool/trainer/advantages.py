@@ -39,9 +39,7 @@ class Estimated:
     metrics: dict[str, float]
     mask: Tensor
     """The response tokens that were sampled, of the same shape."""
-    limits: tuple[int, int]
-    """The largest possible numbers of prompt and response tokens."""
-    loss_agg_mode: str
+    config: Config
     span: Span
     """The driver's own work, without the time that it waited."""
 
@@ -62,9 +60,7 @@ class Estimator:
     """Estimates advantages. Holds the KL controller, whose coefficient changes from step to step."""
 
     def __init__(self, config: Config) -> None:
-        keys = self.keys = config.algorithm
-        self.loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
-        self.limits = (config.data.max_prompt_length, config.data.max_response_length)
+        self.config, keys = config, config.algorithm
         self.kl_controller = KLController(keys.kl_ctrl)
         self.needs = adv_estimators.needs_of(keys.adv_estimator)
         if "values" in self.needs and not config.uses_critic:
@@ -96,13 +92,13 @@ class Estimator:
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
             made = DataProto.from_dict({key: unpad(tensors[key], lengths) for key in ("advantages", "returns")})
-        return Estimated(made, sizes, scored, tensors, metrics, mask, self.limits, self.loss_agg_mode, ended())
+        return Estimated(made, sizes, scored, tensors, metrics, mask, self.config, ended())
 
     def _estimate(
         self, uids: Any, tensors: dict[str, Tensor], mask: Tensor, baselines: Tensor | None
     ) -> dict[str, float]:
         """Add token_level_rewards, advantages and returns to the tensors."""
-        keys, metrics = self.keys, dict[str, float]()
+        keys, metrics = self.config.algorithm, dict[str, float]()
         rewards = tensors["token_level_scores"]
         if keys.use_kl_in_reward:
             coefficient = self.kl_controller.value
@@ -137,13 +133,13 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
     num_prompt, num_response = (sizes[key] for key in SIZES)
     num_sampled = mask.sum(dim=1)
-    max_prompt, max_response = estimated.limits
+    data_keys, loss_agg_mode = estimated.config.data, estimated.config.actor_rollout_ref.actor.loss_agg_mode
     is_aborted = num_sampled == 0
-    is_full = num_response >= max_response
+    is_full = num_response >= data_keys.max_response_length
     lengths = {
         "response_length": (num_sampled, is_full),
         "response_length_non_aborted": (num_sampled[~is_aborted], is_full[~is_aborted]),
-        "prompt_length": (num_prompt, num_prompt >= max_prompt),
+        "prompt_length": (num_prompt, num_prompt >= data_keys.max_prompt_length),
     }
     columns = {
         "critic/score": estimated.scored.batch["scores"][~is_aborted],
@@ -157,9 +153,9 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         columns["environment_length"] = num_response - num_sampled
     # All modes aggregate the sums or means of rows, so each token can stand for the mean of its row.
     entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(mask.shape)
-    counts = LossCounts.of(mask, max_response)
+    counts = LossCounts.of(mask, data_keys.max_response_length)
     metrics = {
-        "actor/entropy": float(agg_loss(entropies, mask, estimated.loss_agg_mode, counts=counts)),
+        "actor/entropy": float(agg_loss(entropies, mask, loss_agg_mode, counts=counts)),
         "response/aborted_ratio": float(is_aborted.float().mean()),
         "perf/total_num_tokens": float((num_prompt + num_response).sum()),
         **{f"{name}/clip_ratio": float(is_clipped.float().mean()) for name, (_, is_clipped) in lengths.items()},

@@ -31,23 +31,20 @@ from rolepool.trainer.step import Roles
 
 CPUS_PER_HELPER, MAX_HELPERS = 8, 8
 """Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
+Reward = Callable[..., Any]
+"""A reward function that the config does not name."""
 WEIGHTS_PER_CALL = 16
 """Tensors in one call of a weight sync, which is about two layers."""
 
 
 def build_roles(
-    cluster: Cluster,
-    config: Config,
-    plan: Plan,
-    num_training_steps: int,
-    dtype: torch.dtype = torch.float32,
-    reward: Callable[..., Any] | None = None,
+    cluster: Cluster, config: Config, num_steps: int, dtype: torch.dtype = torch.float32, reward: Reward | None = None
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until they are ready.
-    `reward` is a reward function that the config does not name.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
+    plan = cluster.plan
     for role, pool in plan.roles.items():
         key = f"{ROLE_SPECS[role].model}.path"
         path = str(config.at(key))
@@ -57,7 +54,7 @@ def build_roles(
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
     setup = Setup(
-        num_training_steps,
+        num_steps,
         dtype,
         estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches,
         stop_token_ids=(tokenizer.eos_token_id,),
@@ -87,7 +84,7 @@ def build_roles(
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
 
-def check_inputs(config: Config, plan: Plan, reward: Callable[..., Any] | None = None) -> None:
+def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> None:
     """Raise ConfigError, before a process starts, if a model, function or class cannot be loaded."""
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     list(_read_models(config, plan))  # reading them checks them

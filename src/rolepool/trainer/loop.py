@@ -9,13 +9,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -26,19 +27,19 @@ from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminat
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
-from rolepool.models.checkpoint import checkpoint_folder, remove_unfinished
+from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
+from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProtoFuture
 from rolepool.protocol.ragged import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
-from rolepool.trainer.build import build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import Checkpoints, Position, Source
+from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
+from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import Observer as Observer
-from rolepool.trainer.moves import Move, answer_request, changed_pools, check_move, moved, take_request
+from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
-from rolepool.trainer.rebalance import Rebalancer
-from rolepool.trainer.rows import NUM_SAMPLES, BadSteps, length_metrics, record, samples_of, step_row, validate
+from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
@@ -88,15 +89,10 @@ class Interrupt:
 class Trainer:
     """A training run, from the config to the last step."""
 
-    def __init__(
-        self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Callable[..., Any] | None = None
-    ) -> None:
-        """`reward` is a reward function that the config does not name."""
-        self.loaded = loaded
-        self.reward = reward
+    def __init__(self, loaded: LoadedConfig, dtype: torch.dtype = torch.float32, reward: Reward | None = None) -> None:
+        self.loaded, self.dtype, self.reward = loaded, dtype, reward
         self.config: Config = loaded.config
         self.observer = Observer()
-        self.dtype = dtype
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
         check_inputs(self.config, self.plan, reward)
@@ -124,7 +120,7 @@ class Trainer:
         self._unfinished: StepCalls | None = None
         """The last step, if its row is not written yet."""
         self._last_row = 0
-        self.rebalancer = Rebalancer(self)
+        self._starter = ThreadPoolExecutor(1)
         self._move: Move | None = None
         """The move whose processes are starting or have started."""
         self.death: Death | None = None
@@ -155,6 +151,7 @@ class Trainer:
                 )
                 return
             self._last_row = self.start_step
+            self.rebalancer = Rebalancer(self)
             try:
                 self._run(saved, position, after_step=self.start_step if resumes_here else None)
             finally:  # no process of the run is writing any more
@@ -173,7 +170,6 @@ class Trainer:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self._add_plan(self.start_step + 1)
-                self.folder.write("config.yaml", self.loaded.to_yaml())
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
                 seconds = time.time() - self.death.time_s
@@ -207,8 +203,8 @@ class Trainer:
         self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
         started.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
-        self.snapshots = Snapshots(self.config, self.plan, self.cluster)
-        started.callback(self.snapshots.close)
+        self.snapshots = Snapshots(self.config, self.cluster)
+        started.callback(self.snapshots.keepers.close)
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -228,7 +224,7 @@ class Trainer:
             call.get()
 
     def _build_roles(self) -> None:
-        self.roles = build_roles(self.cluster, self.config, self.plan, self.num_steps, self.dtype, self.reward)
+        self.roles = build_roles(self.cluster, self.config, self.num_steps, self.dtype, self.reward)
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
@@ -298,11 +294,8 @@ class Trainer:
         self._finish()
         if tests and not self.interrupt.asked:
             self._validate(number)
-        if (saves or (self.save_freq > 0 and self.interrupt.asked)) and self.saved_step < number:
-            if self.bad_steps.reason is None:
-                self._save(number)
-            else:
-                self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
+        if (saves or (self.save_freq > 0 and self.interrupt.asked)) and not self._save(number):
+            self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
 
     def _position(self, number: int) -> Position:
         kl_controller = self.estimator.kl_controller.state_dict()
@@ -348,12 +341,19 @@ class Trainer:
         self._build_roles()
         with suppress(WorkerError):  # the step's last calls may be lost; then the step is repeated
             self._finish()
-        found = self.snapshots.newest(self.roles, most=self._last_row) or self.checkpoints.newest()
+        self._unfinished = None
+        return self._load_newest(self.roles.trained, self._last_row)
+
+    def _load_newest(self, trained: Mapping[str, TrainedCalls], most: int) -> int | None:
+        """Load the newest complete snapshot of a step up to `most`, or a newer checkpoint, into these roles. Returns
+        its step; None if there is none."""
+        found: tuple[Source, Position] | None = self.snapshots.newest(self.roles, most)
+        if found is None or found[1].step < self.saved_step <= most:
+            found = self.checkpoints.newest() or found
         if found is None:
             return None
-        folder, position = found
-        self._unfinished = None
-        self._load(self.roles.trained, folder, position)
+        source, position = found
+        self._load(trained, source, position)
         self.monitors.watch()
         return position.step
 
@@ -375,14 +375,14 @@ class Trainer:
         self.loaded, self.config, self.plan = loaded, loaded.config, self.cluster.plan
         self.snapshots.have_moved()
         self._add_plan(first_step)
-        self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def _add_plan(self, first_step: int) -> None:
-        """Record the plan and the schedule of the steps that follow."""
+        """Record the plan, the schedule and the config of the steps that follow."""
         schedule = None
         with suppress(Exception):  # a step that the user wrote may do more than can be run on paper
             schedule = schedule_of(self.config)
         self.folder.add_plan(first_step, self.plan, schedule)
+        self.folder.write("config.yaml", self.loaded.to_yaml())
 
     def move(self, plan: Plan, loaded: LoadedConfig | None = None) -> Move:
         """Change to another placement after a step, as soon as its processes have started. Training goes on meanwhile.
@@ -397,8 +397,8 @@ class Trainer:
             raise PlacementError(f"the run has this placement already ({plan.in_words})")
         check_move(loaded.config, plan, self.cluster.gpu_memory_bytes, before=self.plan)
         names = changed_pools(self.config, self.plan, loaded.config, plan)
-        self._move = Move(self.cluster, loaded, plan, names)
-        self._move.start()
+        workers = [ROLE_SPECS[role].worker for role in plan.roles]
+        self._move = Move(loaded, plan, self._starter.submit(self.cluster.prepare, plan, names, workers))
         self.observer.on_notice(f"starting processes for a move to {plan.in_words}")
         return self._move
 
@@ -414,44 +414,39 @@ class Trainer:
             except RolepoolError as error:
                 self._end_move(one_line(error))
         move = self._move
-        if move is None or move.is_alive() or number >= self.num_steps:
+        if move is None or not move.starting.done() or number >= self.num_steps:
             return
-        if move.prepared is None or (move.has_request and take_request(self.folder.path) is None):
-            self._end_move(move.problem or "the request was taken back")
+        problem = move.starting.exception()
+        if problem is not None or (move.has_request and take_request(self.folder.path) is None):
+            self._end_move("the request was taken back" if problem is None else one_line(problem))
             return
+        prepared = move.starting.result()
         self.watchdog.begin("move")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
-        saved = None
-        if not self.snapshots.is_complete(self.roles, self._position(number)):
-            saved = self._checkpoint(number)
-            if saved is None:
-                self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
-                return
+        if not (self.snapshots.is_complete(self.roles, self._position(number)) or self._save(number)):
+            self._end_move(f"step {number} cannot be saved because {self.bad_steps.reason}")
+            return
         self._move = None
         try:
-            self._change_over(move, move.prepared, saved, number)
+            self._change_over(prepared, move.loaded, number)
         finally:  # if a process dies meanwhile, the run goes on with the new placement
             seconds, what = time.monotonic() - start_s, f"{before} -> {move.plan.in_words}"
-            self.folder.add_event("move", number + 1, what, seconds, list(move.prepared.processes), after_step=number)
+            self.folder.add_event("move", number + 1, what, seconds, list(prepared.processes), after_step=number)
             self.rebalancer.has_moved(number + 1, seconds)
-            self.observer.on_notice(f"moved after step {number}: {what} ({seconds:.1f} s)")
-            answer_request(self.folder.path, f"moved after step {number}: {what} ({seconds:.1f} s)")
+            words = f"moved after step {number}: {what} ({seconds:.1f} s)"
+            self.observer.on_notice(words)
+            answer_request(self.folder.path, words)
 
-    def _change_over(self, move: Move, prepared: Prepared, saved: Path | None, number: int) -> None:
+    def _change_over(self, prepared: Prepared, loaded: LoadedConfig, number: int) -> None:
         """Replace the pools that the move changes. Their models load the state after this step, from its snapshot or
         from a checkpoint."""
-        before = self.roles
-        self._switch(prepared, move.loaded, number + 1)
+        before = self.roles.trained
+        self._switch(prepared, loaded, number + 1)
         self._build_roles()
-        trained = self.roles.trained
-        new = {name: role for name, role in trained.items() if role.group is not before.trained[name].group}
-        folders, _ = self.snapshots.newest(self.roles, number) or (None, None)
-        source = saved or folders
-        if source is None:
+        new = {name: role for name, role in self.roles.trained.items() if role.group is not before[name].group}
+        if self._load_newest(new, number) != number:
             raise WorkerError(f"the snapshot of step {number} was lost during a move", is_death=True)
-        self._load(new, source, self._position(number))
-        self.monitors.watch()
 
     def _end_move(self, reason: str) -> None:
         """Give up the move that was asked for, and say why."""
@@ -460,12 +455,6 @@ class Trainer:
             self.observer.on_notice(f"the run did not move: {reason}")
             self._move.close()
             self._move = None
-
-    def _checkpoint(self, number: int) -> Path | None:
-        """The checkpoint of this step, which is saved now if it was not; None if it must not be saved."""
-        if self.saved_step < number and self.bad_steps.reason is None:
-            self._save(number)
-        return checkpoint_folder(self.folder.path, number) if self.saved_step == number else None
 
     def _validate(self, number: int) -> None:
         if self.val_prompts is None or self.validated_step >= number:
@@ -484,13 +473,17 @@ class Trainer:
         self.loggers.log_samples(number, samples[: keys.log_val_generations])
         self.validated_step = number
 
-    def _save(self, number: int) -> None:
+    def _save(self, number: int) -> bool:
+        """Save this step, unless it was saved before or is bad. Returns whether it is saved."""
+        if self.saved_step >= number or self.bad_steps.reason is not None:
+            return self.saved_step >= number
         self.watchdog.begin(f"checkpoint of step {number}")
         with driver_span("save_checkpoint", next_call_number()) as ended:
             self.checkpoints.save(self.roles, self._position(number))
         self.saved_step = number
         self.folder.add_spans([Recorded(number, "save_checkpoint", ended())])
         self._write(number, {"timing_s/save_checkpoint": ended().duration_s})
+        return True
 
     def _finish(self, following: StepCalls | None = None) -> None:
         """Wait for the last calls of the unfinished step and write its row, unless it was written before a death."""

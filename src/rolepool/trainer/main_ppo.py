@@ -69,7 +69,7 @@ def start(
         make_demo(DEMO_FOLDER)
 
     from rolepool.trainer.console import TrainingConsole
-    from rolepool.trainer.rebalance import resolve
+    from rolepool.trainer.moves import resolve
     from rolepool.trainer.start_checks import check_start
 
     loaded, notices = resolve(loaded)

@@ -1,29 +1,42 @@
-"""Moves: a run that trains changes its placement between two steps.
+"""Moves: a run that trains changes its placement between two steps, because somebody asks for it or because another
+placement is predicted to be faster.
 
 Owns how a move is asked for (with a file in the run folder, or a call), which changes are possible, and the start of
-the new processes, which happens in a thread while the old pools work. `rolepool.trainer.loop` changes over.
+the new processes, which happens in a thread while the old pools work. `rolepool.trainer.loop` changes over. Also owns
+`placement.strategy=auto` and `placement.rebalance`: a run without a profile starts in the standard placement; its first
+steps are the calibration, and then it moves to the placement that is predicted to be the best.
 """
 
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
+from rolepool.config.fitting import num_cores
 from rolepool.errors import ConfigError, PlacementError, RolepoolError, explained, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
+from rolepool.placement.plan import detect_gpu_memory
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.report.predicted import without_placement
+from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
+from rolepool.planner.search import places, search
+from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
+from rolepool.report.run import open_run, read_run
+from rolepool.trainer.paper import schedule_of
 
 if TYPE_CHECKING:
-    from rolepool.cluster import Cluster, Prepared
+    from rolepool.cluster import Prepared
+    from rolepool.trainer.loop import Trainer
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
@@ -31,6 +44,14 @@ MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSO
 POLL_S = 0.5
 SILENT_S = 30.0
 """A run that trains writes its state every second."""
+NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
+NUM_STEPS_BETWEEN = 20
+"""Steps between two checks of `placement.rebalance`."""
+MAX_TRIES = 3
+FIRST_MOVE_S = 10.0
+"""How long a move is assumed to take before the first one was measured."""
+LAST_BYTES = 8_000_000
+"""How much of its spans a run reads to predict other placements."""
 
 
 class Request(BaseModel):
@@ -77,30 +98,20 @@ def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
 
-class Move(threading.Thread):
-    """Starts the processes of another placement while the run goes on. If it fails, `problem` says why."""
+@dataclass
+class Move:
+    """A change to another placement, whose processes start while the run goes on."""
 
-    def __init__(self, cluster: "Cluster", loaded: LoadedConfig, plan: Plan, names: Sequence[str]) -> None:
-        super().__init__(daemon=True)
-        self.loaded, self.plan = loaded, plan
-        self.prepared: Prepared | None = None
-        self.problem = ""
-        self.has_request = False
-        """Whether a file asks for it. If the file is gone, nobody wants it any more."""
-        self._cluster, self._names = cluster, names
-
-    def run(self) -> None:
-        try:
-            workers = [ROLE_SPECS[role].worker for role in self.plan.roles]
-            self.prepared = self._cluster.prepare(self.plan, self._names, workers)
-        except RolepoolError as error:
-            self.problem = one_line(error)
+    loaded: LoadedConfig
+    plan: Plan
+    starting: "Future[Prepared]"
+    has_request: bool = False
+    """Whether a file asks for it. If the file is gone, nobody wants it any more."""
 
     def close(self) -> None:
         """End processes that were started in vain."""
-        self.join()
-        if self.prepared is not None:
-            self.prepared.cleanup.close()
+        if self.starting.exception() is None:
+            self.starting.result().cleanup.close()
 
 
 def take_request(run_folder: Path) -> Request | None:
@@ -141,3 +152,119 @@ def ask_run(run_folder: Path, words: Sequence[str], timeout_s: float) -> str:
     finally:
         file.unlink(missing_ok=True)
     raise ConfigError(f"run {run_folder}: has not moved within --timeout {timeout_s:g} s, and is not asked any more")
+
+
+# Choosing the placement
+
+
+def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """The config that a run starts with, and a notice if its placement is chosen by prediction."""
+    config = loaded.config
+    if not config.placement.chooses:
+        return loaded, []
+    folder = config.placement.profile or newest_profile(config)
+    if folder is None:
+        steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
+        return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
+    inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    (best, *_), _ = _search(read_recordings([folder], None), config, inventory)
+    chosen, _ = moved(config, best.name.split())
+    return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
+
+
+def newest_profile(config: Config) -> Path | None:
+    """The newest run folder beside that of the config with the same models and device, if there is one."""
+    files = Path(config.trainer.default_local_dir).parent.glob("*/spans.jsonl")
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime):
+        with suppress(RolepoolError, ValueError):  # another program's folder, or one without a completed step
+            if identity_of(Config.model_validate(open_run(file.parent).config)) == identity_of(config):
+                Profile(recordings_of(read_run(file.parent, LAST_BYTES)))
+                return file.parent
+    return None
+
+
+def in_words(best: Prediction) -> str:
+    return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
+
+
+def _search(
+    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
+) -> tuple[list[Prediction], Predictor]:
+    memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
+    predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
+    return search(predictor, config, inventory), predictor
+
+
+class Rebalancer:
+    """Looks for a better placement while a run trains. The search runs in a thread beside the steps."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer, self._keys = trainer, trainer.config.placement
+        self._num_tries = MAX_TRIES if self._keys.chooses else 0
+        """How many placements a calibration may still try."""
+        self._thread: threading.Thread | None = None
+        self._found: tuple[Prediction, float] | None = None
+        """The placement to move to, and the step time before the move."""
+        self._expected: tuple[Prediction, float] | None = None
+        """The same after the run was asked to move."""
+        self.has_moved(trainer.start_step, FIRST_MOVE_S)
+
+    def after_step(self, number: int) -> None:
+        """Begin a search if one is due, and ask for a move if one has found a better placement."""
+        if self._found is not None:
+            self._ask(*self._found)
+            self._found = None
+        elif self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._wait(number)
+        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
+            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
+            self._thread.start()
+
+    def has_moved(self, number: int, seconds: float) -> None:
+        """The run has moved before this step, and stood still for so long."""
+        self._move_s = seconds
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        """Begin the next search so many steps later."""
+        self._due = number + (NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN)
+
+    @property
+    def _may_move(self) -> bool:
+        return self._num_tries > 0 or self._keys.rebalance
+
+    def _look(self, number: int) -> None:
+        trainer = self._trainer
+        try:
+            recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
+            found, predictor = _search(recordings, trainer.config, trainer.plan.gpus_per_node)
+            now_s = predictor.profile.step_s[len(recordings) - 1]
+        except RolepoolError as error:
+            trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
+            return
+        if self._expected is not None:
+            (last, before_s), self._expected = self._expected, None
+            text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
+            trainer.observer.on_notice(f"placement: {text}")
+        # A calibration also tries placements that may be faster: after each one, less is unsure.
+        hoped_s = [one.low_s if self._num_tries > 1 else one.step_s for one in found]
+        best = found[hoped_s.index(min(hoped_s))]
+        gain_s, num_left = now_s - min(hoped_s), trainer.num_steps - number
+        least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
+        if self._may_move and places(best.plan) != places(trainer.plan) and gain_s > least_s:
+            self._found = (best, now_s) if gain_s * num_left > self._move_s else None
+        if self._num_tries:
+            self._num_tries = 0 if self._found is None else self._num_tries - 1
+            if self._found is None:
+                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+
+    def _ask(self, best: Prediction, before_s: float) -> None:
+        try:
+            loaded, plan = moved(self._trainer.config, best.name.split())
+            self._trainer.move(plan, loaded)
+        except RolepoolError as error:
+            self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
+            return
+        self._expected = best, before_s
+        self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")

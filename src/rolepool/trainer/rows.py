@@ -1,9 +1,5 @@
-"""Rows of metrics: of a step, made when its last call has ended, and of a validation; and when training has diverged.
+"""Rows of metrics: of a step, made when its last call has ended, and of a validation."""
 
-Owns what a bad step is, the warning about skipped updates, and the error that ends the run.
-"""
-
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -12,21 +8,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rolepool.config import Config, LoadedConfig, show
+from rolepool.config import Config
 from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.data.rewards import PRED
-from rolepool.errors import DivergedError
 from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_metrics
 from rolepool.metrics.validation import ScoredResponse, validation_metrics
 from rolepool.placement import Plan
-from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, trained_roles
+from rolepool.placement.roles import OPERATIONS
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import TOKENS, rows_of_responses
 from rolepool.trainer.advantages import Estimated, describe, repeated, reward_numbers
-from rolepool.trainer.checkpoint import Checkpoints
 from rolepool.trainer.step import Roles, StepCalls, update_orders
-
-logger = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
 """The number of responses of a validation whose texts are recorded."""
@@ -147,41 +139,3 @@ def _scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[Sc
         numbers = {name: float(array[index]) for name, array in others.items() if not np.isnan(array[index])}
         found.append(ScoredResponse(data_source, {**numbers, "reward": score}, pred))
     return found
-
-
-class BadSteps:
-    """The number of bad steps in a row of each trained role.
-
-    A step is bad for a role that skipped all its updates of the step, because no gradient was finite.
-    """
-
-    def __init__(self, loaded: LoadedConfig, checkpoints: Checkpoints) -> None:
-        self._loaded, self._checkpoints = loaded, checkpoints
-        self._num_in_a_row = dict.fromkeys(trained_roles(), 0)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the last step must not be saved; None if it was not bad."""
-        roles = [role for role, number in self._num_in_a_row.items() if number]
-        return f"{' and '.join(roles)} made no finite update in it" if roles else None
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count a step by its row of metrics. Raises DivergedError after too many bad steps in a row."""
-        skipped = []
-        for role in self._num_in_a_row:
-            if f"{role}/updates" not in metrics:  # the actor, while the critic warms up
-                continue
-            num_made, num_skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
-            self._num_in_a_row[role] = 0 if num_made else self._num_in_a_row[role] + 1
-            if num_skipped:
-                skipped.append(f"{num_skipped} of {num_made + num_skipped} updates of {role}")
-        if skipped:
-            logger.warning("step %d: skipped %s because the gradients are not finite", step, " and ".join(skipped))
-        limit = self._loaded.config.trainer.max_bad_steps
-        diverged = [role for role, number in self._num_in_a_row.items() if number >= limit]
-        if diverged:
-            keys = [f"{ROLE_SPECS[role].section}.{name}" for role in diverged for name in ("optim.lr", "grad_clip")]
-            values = " or ".join(f"{key}={show(self._loaded.value_of(key))}" for key in keys)
-            what = f"{' and '.join(diverged)} made no finite update in the last {limit} steps, up to step {step}"
-            fix = f"lower {values}, or look for rewards that are too large; {self._checkpoints.newest_in_words}"
-            raise DivergedError(f"{what} (trainer.max_bad_steps={limit}): training has diverged; {fix}")

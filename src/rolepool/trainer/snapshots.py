@@ -14,7 +14,6 @@ from rolepool.cluster import Cluster
 from rolepool.cluster.keepers import Files, Keepers
 from rolepool.config import Config
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
-from rolepool.placement import Plan
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
@@ -29,20 +28,16 @@ COMPLETE_TIMEOUT_S = 60.0
 class Snapshots:
     """The last two snapshots of a run."""
 
-    def __init__(self, config: Config, plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, config: Config, cluster: Cluster) -> None:
         self._every = config.trainer.snapshot_freq
-        self._needed = snapshot_bytes(config, plan)
+        self._needed = snapshot_bytes(config, cluster.plan)
         self._cluster = cluster
         self._numbers = count(1)
         self._taken: list[tuple[Position, str, int, dict[str, list[Files]]]] = []
         """The snapshots that were queued, with their places, numbers, and the files of each role's ranks."""
         self._of_other_ranks: set[str] = set()
         """The places that have files of ranks before a move."""
-        self._keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
-
-    def close(self) -> None:
-        """Remove the snapshots."""
-        self._keepers.close()
+        self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
     def take(self, roles: Roles, position: Position) -> None:
         """Queue a snapshot of the state after this step, if one is due. The first one is always taken."""
@@ -50,7 +45,7 @@ class Snapshots:
             self._take(roles, position)
 
     def _take(self, roles: Roles, position: Position) -> None:
-        nodes, where = self._cluster.nodes, self._keepers.where(self._cluster.nodes)
+        nodes, where = self._cluster.nodes, self.keepers.where(self._cluster.nodes)
         if where.keys() != nodes.keys():
             return  # the next one is taken
         free, address = min((where[node][1], nodes[node]) for node in nodes)
@@ -63,14 +58,14 @@ class Snapshots:
         place = next(place for place in PLACES if not earlier or place != earlier[-1][1])
         if place in self._of_other_ranks:
             self._of_other_ranks.remove(place)
-            self._keepers.remove(place, nodes)
+            self.keepers.remove(place, nodes)
         number, ranks = next(self._numbers), dict[str, list[Files]]()
         for name, role in roles.trained.items():
             there = [process.node_id for process in role.group.processes]
             folders = [str(where[node][0] / place / name) for node in there]
             written = role.take_snapshot(folders, [number] * len(there))
             ranks[name] = [snapshot_files(Path(place, name), rank, len(there)) for rank in range(len(there))]
-            self._keepers.copy(number, list(zip(ranks[name], there, strict=True)), written)
+            self.keepers.copy(number, list(zip(ranks[name], there, strict=True)), written)
         self._taken = [*earlier, (position, place, number, ranks)][-2:]
 
     def is_complete(self, roles: Roles, position: Position) -> bool:
@@ -95,8 +90,8 @@ class Snapshots:
         if there is none. Each node gets the files that its ranks need and that only other nodes have."""
         nodes = {name: {process.node_id for process in role.group.processes} for name, role in roles.trained.items()}
         for position, place, number, ranks in reversed([one for one in self._taken if one[0].step <= most]):
-            self._keepers.where(self._cluster.nodes)  # finds out which have died
-            if all(self._keepers.gather(number, ranks[name], there) for name, there in nodes.items()):
-                where = self._keepers.where(self._cluster.nodes)
+            self.keepers.where(self._cluster.nodes)  # finds out which have died
+            if all(self.keepers.gather(number, ranks[name], there) for name, there in nodes.items()):
+                where = self.keepers.where(self._cluster.nodes)
                 return {node: folder / place for node, (folder, _) in where.items()}, position
         return None

@@ -83,15 +83,9 @@ def learn(
             updates["update_actor"].append(roles.actor.update_actor(scored.reorder(order), ends_step=is_last))
         updates["update_weights"] = roles.sync_weights(number)
 
-    made: dict[str, Sequence[CallFuture]] = {
-        "gen": [rollouts],
-        "reward": [scores],
-        "values": [] if values is None else [values],
-        "old_log_prob": [old],
-        "ref": [] if ref is None else [ref],
-        **updates,
-        **(calls or {}),
-    }
+    scoring = {"gen": rollouts, "reward": scores, "values": values, "old_log_prob": old, "ref": ref}
+    made: dict[str, Sequence[CallFuture]] = {name: [call] for name, call in scoring.items() if call is not None}
+    made.update({**updates, **(calls or {})})
     compared = ("rollout_log_probs", "old_log_probs") if config.actor_rollout_ref.rollout.calculate_log_probs else ()
     return StepCalls(number, made, estimated, rollouts.union(old).select(["entropy_sums", *compared]))
 
