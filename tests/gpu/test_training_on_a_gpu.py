@@ -18,7 +18,7 @@ from rolepool.algorithm.losses import LossCounts
 from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import load_config
 from rolepool.models.packing import TokenRows, packed_attention, response_log_probs
-from rolepool.models.sharding import compiled, has_compiler
+from rolepool.models.sharding import compiled_for_weight, has_compiler
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.ragged import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
@@ -223,7 +223,7 @@ def test_compiled_scores_are_the_plain_ones() -> None:
     hidden = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(VOCABULARY, 128, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
     labels = torch.randint(VOCABULARY, (300,), device="cuda")
-    found = LinearLogProbs(100 * VOCABULARY, compiled)(hidden, weight, labels, 0.8)
+    found = LinearLogProbs(100 * VOCABULARY, compiled_for_weight)(hidden, weight, labels, 0.8)
     expected = LinearLogProbs(100 * VOCABULARY)(hidden, weight, labels, 0.8)
     plain = torch.log_softmax((hidden @ weight.T / 0.8).float(), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
