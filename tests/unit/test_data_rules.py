@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from rolepool.data import rules
 from rolepool.data.rules import (
     RULES,
     exact_match,
@@ -134,9 +136,12 @@ def test_the_flexible_rule_needs_a_number_too() -> None:
 
 
 @pytest.fixture
-def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the package were not installed."""
+    rules._math_verify.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
+    yield
+    rules._math_verify.cache_clear()
 
 
 MATH = [
