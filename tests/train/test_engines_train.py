@@ -73,9 +73,8 @@ def num_decoded(folder: Path) -> int:
     return sum(part.num_tokens for span in spans for part in span.parts if part.name == "decode")
 
 
-@pytest.mark.parametrize(
-    "keys", [ONE_RANK, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["shared weights", "two pools"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [ONE_RANK, SPLIT], ids=["shared weights", "two pools"])
 def test_native_and_transformers_train_alike(demo: Demo, tmp_path: Path, keys: list[str]) -> None:
     more = [*keys, "trainer.total_training_steps=2", *NO_VALIDATION]
     for name in ("native", "transformers"):

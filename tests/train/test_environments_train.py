@@ -28,19 +28,27 @@ def trained_rows(demo: Demo, folder: Path, *overrides: str) -> list[dict[str, An
     return [row for row in rows_of(folder / "run") if "actor/updates" in row]
 
 
-def test_the_class_of_the_page_trains_and_placement_does_not_change_it(demo: Demo, tmp_path: Path) -> None:
-    words = ["environment.path=my_environment.py", "environment.name=Lookup", f"{TURNS}.format=my_environment:parse"]
+CLASS = ["environment.path=my_environment.py", "environment.name=Lookup", f"{TURNS}.format=my_environment:parse"]
+
+
+def test_the_class_of_the_page_trains(demo: Demo, tmp_path: Path) -> None:
+    row, *_ = trained_rows(demo, tmp_path, *CLASS)
+    assert 1 <= row["num_turns/mean"] <= 5 and row["actor/grad_norm"] > 0
+    assert row["environment_length/max"] >= 2 and row["num_tool_errors/max"] == 0
+
+
+@pytest.mark.slow
+def test_placement_does_not_change_conversations(demo: Demo, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    one, two = (trained_rows(demo, folder, *words, *keys) for folder, keys in zip(folders, ([], SPLIT), strict=True))
-    assert 1 <= one[0]["num_turns/mean"] <= 5 and one[0]["actor/grad_norm"] > 0
-    assert one[0]["environment_length/max"] >= 2 and one[0]["num_tool_errors/max"] == 0
+    one, two = (trained_rows(demo, folder, *CLASS, *keys) for folder, keys in zip(folders, ([], SPLIT), strict=True))
     for key in ("num_turns/mean", "num_tool_calls/mean", "critic/score/mean", "response_length/mean"):
         assert two[0][key] == pytest.approx(one[0][key]), key
     assert two[0]["actor/pg_loss"] == pytest.approx(one[0]["actor/pg_loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_function_of_the_page_trains(demo: Demo, tmp_path: Path) -> None:
     rows = trained_rows(demo, tmp_path, "environment.path=my_rollout.py", "environment.name=rollout")
     assert rows[0]["num_turns/mean"] == 2 and rows[0]["num_tool_calls/mean"] == 1
