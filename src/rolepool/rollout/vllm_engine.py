@@ -10,8 +10,9 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _OF_OUR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 """Variables of this process that would mislead vLLM."""
 _DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 _FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+_SESSION_STEPS = 8
+"""Decode steps of a session after which waiting requests join."""
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -85,7 +88,7 @@ class VllmEngine(StreamedEngine):
         group: tuple[int, int, int] = (0, 1, 0),
     ) -> None:
         super().__init__(model if gpu is None else model.to("meta"))
-        self._gpu = gpu
+        self._gpu, self.numbers = gpu, count()
         self.abilities = set(ABILITIES) - (set() if arguments.get("enable_sleep_mode") else {"sleep"})
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_RANKS}
@@ -98,19 +101,24 @@ class VllmEngine(StreamedEngine):
         self._connection: Any = Connection(ours.detach())
         self.close = weakref.finalize(self, _end, self._connection, self._process)
         transfer = {} if gpu is None else {"weight_transfer_config": {"backend": "ipc"}}
-        self._ask("start", {**arguments, **_FIXED, **transfer}, *group)
+        self.ask("start", {**arguments, **_FIXED, **transfer}, *group)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        with self.session(sampling) as session:
+            numbers = session.submit(requests)
+            found = dict(session.run(None))
+        return [found[number] for number in numbers]
+
+    @contextmanager
+    def session(self, sampling: Sampling, num_requests: int = 0, max_tokens: int = 0) -> Iterator["_Session"]:
+        """Requests join and leave between decode steps. vLLM itself keeps the tokens of earlier turns."""
         self.raise_if_not_ready()
-        stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
-        how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": stops}
-        if not sampling.is_greedy:
-            how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        limit = sampling.max_new_tokens
-        settings = [{**how, "seed": one.seed, "max_tokens": one.max_new_tokens or limit} for one in requests]
-        prompts = [list(map(int, request.token_ids)) for request in requests]
-        answers = self._ask("generate", prompts, settings)
-        return [self.completion(tokens, log_probs, stops) for tokens, log_probs in answers]
+        session = _Session(self, sampling)
+        try:
+            yield session
+        finally:
+            if session.running:  # an error ended the session
+                self.ask("abort", list(session.running))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         if self._gpu is not None and self._arriving is None:
@@ -123,11 +131,11 @@ class VllmEngine(StreamedEngine):
         if self._gpu is None:
             with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rolepool_weights_") as file:
                 save_file(weights, file.name)
-                self._ask("update", file.name)
+                self.ask("update", file.name)
             return
         uuid = str(torch.cuda.get_device_properties(self._gpu).uuid)
         torch.cuda.synchronize()
-        self._ask("update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()})
+        self.ask("update_by_handles", {name: _shared(weight, uuid) for name, weight in weights.items()})
         del weights
         self.model.to("meta")
         torch.cuda.ipc_collect()
@@ -136,14 +144,14 @@ class VllmEngine(StreamedEngine):
     def sleep(self) -> None:
         super().sleep()
         if "sleep" in self.abilities:
-            self._ask("sleep")
+            self.ask("sleep")
 
     def wake(self) -> None:
         super().wake()
         if "sleep" in self.abilities:
-            self._ask("wake", "weights", "kv_cache")
+            self.ask("wake", "weights", "kv_cache")
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: Any) -> Any:
         """The answer of vLLM's process to a call."""
         try:
             self._connection.send((name, arguments))
@@ -154,6 +162,39 @@ class VllmEngine(StreamedEngine):
         if problem is not None:
             raise RuntimeError(f"vLLM failed in `{name}`:\n{problem}")
         return answer
+
+
+class _Session:
+    """Requests to vLLM with one way to choose tokens."""
+
+    def __init__(self, engine: VllmEngine, sampling: Sampling) -> None:
+        self._engine, self._limit = engine, sampling.max_new_tokens
+        self._stops = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
+        self._how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": self._stops}
+        if not sampling.is_greedy:
+            self._how |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self.running: set[int] = set()
+        """The numbers of requests that have not ended."""
+
+    def submit(self, requests: Sequence[Request]) -> Sequence[int]:
+        numbers = list(islice(self._engine.numbers, len(requests)))
+        limits = [request.max_new_tokens or self._limit for request in requests]
+        settings = [
+            self._how | {"seed": one.seed, "max_tokens": most} for one, most in zip(requests, limits, strict=True)
+        ]
+        prompts = [list(map(int, request.token_ids)) for request in requests]
+        self._engine.ask("submit", list(zip(numbers, prompts, settings, strict=True)))
+        self.running.update(numbers)
+        return numbers
+
+    def step(self) -> list[tuple[int, Completion]]:
+        return self.run(_SESSION_STEPS)
+
+    def run(self, num_steps: int | None) -> list[tuple[int, Completion]]:
+        """Decode so many times; None decodes until all requests have ended."""
+        ended = self._engine.ask("run", num_steps)
+        self.running.difference_update(number for number, _, _ in ended)
+        return [(number, self._engine.completion(tokens, scores, self._stops)) for number, tokens, scores in ended]
 
 
 def file_weights(model: Any) -> dict[str, Tensor]:

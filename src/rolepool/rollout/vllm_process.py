@@ -6,14 +6,17 @@ Reads calls from the socket FD and answers each, until the socket closes. Owns w
 environment does not have rolepool, so this file imports nothing from it, and all arguments are plain data.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # is in the other environment
+from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
 
 
@@ -29,20 +32,35 @@ class Server:
 
         executor: Any = OneOfGroup if size > 1 else "uni"
         self._llm = LLM(**arguments, tensor_parallel_size=size, distributed_executor_backend=executor)
-        self._asleep = set[str]()
+        for memory in Path("/dev/shm").glob(f"{port}-*-cpushm_*"):
+            memory.unlink(missing_ok=True)  # all ranks have opened it, and nobody could remove it after a kill
+        self._engine, self._asleep = self._llm.llm_engine, set[str]()
         if "weight_transfer_config" in arguments:
             self._llm.init_weight_transfer_engine({"init_info": {}})
 
-    def generate(self, prompts: Sequence[list[int]], settings: Sequence[dict[str, Any]]) -> list[Any]:
-        """Tokens and their log-probs for each prompt."""
-        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        params = [SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **one) for one in settings]
+    def submit(self, requests: Sequence[tuple[int, list[int], dict[str, Any]]]) -> None:
+        """Add requests: the number of each, its prompt and its settings."""
+        for number, prompt, settings in requests:
+            ends = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+            params = SamplingParams(logprobs=0, detokenize=False, **ends, **settings)
+            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+
+    def run(self, num_steps: int | None) -> list[tuple[int, list[int], list[float]]]:
+        """Decode so many times; None decodes until all requests have ended. Returns number, tokens and log-probs of
+        those that have ended."""
+        ended: list[Any] = []
+        while num_steps != 0 and self._engine.has_unfinished_requests():
+            ended.extend(output for output in self._engine.step() if output.finished)
+            num_steps = None if num_steps is None else num_steps - 1
         answers = []
-        for output in self._llm.generate(inputs, params, use_tqdm=False):
-            completion: Any = output.outputs[0]
-            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            answers.append((list(completion.token_ids), [entry[token].logprob for token, entry in pairs]))
+        for output in ended:
+            tokens = list(output.outputs[0].token_ids)
+            pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
+            answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
         return answers
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        self._engine.abort_request([str(number) for number in numbers])
 
     def update(self, file: str) -> None:
         """Take all weights from a safetensors file, and drop what was computed with the old ones."""
@@ -86,7 +104,7 @@ def main() -> None:
         try:
             name, arguments = connection.recv()
         except EOFError:  # the engine has ended
-            return
+            os._exit(0)
         try:
             answer = (Server if name == "start" else getattr(server, name))(*arguments)
             server, answer = (answer, None) if name == "start" else (server, answer)

@@ -24,6 +24,7 @@ class LLM:
         assert weight_transfer_config == {"backend": "ipc"} and arguments["distributed_executor_backend"] == "uni"
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).cuda()
         self._engine = TransformersEngine(loaded.requires_grad_(False), 64)
+        self._requests: list[tuple[str, list[int], Any]] = []
         self._asleep: set[str] = set()
         self._updating = self._is_ready_for_weights = False
 
@@ -70,18 +71,29 @@ class LLM:
         self._asleep.remove(tag)
         self._engine.model.cuda()
 
-    def generate(self, inputs: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
-        assert not self._asleep and not self._updating and not use_tqdm
-        outputs = []
-        for prompt, one in zip(inputs, params, strict=True):
-            greedy = one.temperature == 0
-            top_p, top_k = (1.0, -1) if greedy else (one.top_p, one.top_k)
-            stops = tuple(one.stop_token_ids)
-            sampling = Sampling(one.temperature, top_p, top_k, not greedy, one.max_tokens, not stops, stops)
-            (done,) = self._engine.generate([Request(prompt["prompt_token_ids"], one.seed)], sampling)
-            pairs = zip(done.token_ids.tolist(), done.log_probs.tolist(), strict=True)
-            log_probs = [{token: SimpleNamespace(logprob=log_prob)} for token, log_prob in pairs]
-            outputs.append(
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=done.token_ids.tolist(), logprobs=log_probs)])
-            )
-        return outputs
+    @property
+    def llm_engine(self) -> LLM:
+        return self
+
+    def add_request(self, number: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self._requests.append((number, prompt["prompt_token_ids"], params))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def abort_request(self, numbers: list[str]) -> None:
+        self._requests = [request for request in self._requests if request[0] not in numbers]
+
+    def step(self) -> list[Any]:
+        """Generate the first request that waits."""
+        assert not self._asleep and not self._updating
+        number, prompt, one = self._requests.pop(0)
+        greedy, stops = one.temperature == 0, tuple(one.stop_token_ids)
+        top_p, top_k = (1.0, -1) if greedy else (one.top_p, one.top_k)
+        sampling = Sampling(one.temperature, top_p, top_k, not greedy, one.max_tokens, not stops, stops)
+        (done,) = self._engine.generate([Request(prompt, one.seed)], sampling)
+        tokens = done.token_ids.tolist()
+        pairs = zip(tokens, done.log_probs.tolist(), strict=True)
+        log_probs = [{token: SimpleNamespace(logprob=log_prob)} for token, log_prob in pairs]
+        output = SimpleNamespace(token_ids=tokens, logprobs=log_probs)
+        return [SimpleNamespace(request_id=number, finished=True, outputs=[output])]

@@ -1,0 +1,2 @@
+class RequestOutputKind:
+    FINAL_ONLY = "final only"
