@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from test_demo import RECIPES, start
+from test_engines_train import NEEDS_VLLM, VLLM_PYTHON
 from test_extending import TWO_STEPS, rolepool
 from train_helpers import SPLIT, rows_of, small_keys
 
@@ -46,6 +47,15 @@ def test_placement_does_not_change_conversations(demo: Demo, tmp_path: Path) -> 
     for key in ("num_turns/mean", "num_tool_calls/mean", "critic/score/mean", "response_length/mean"):
         assert two[0][key] == pytest.approx(one[0][key]), key
     assert two[0]["actor/pg_loss"] == pytest.approx(one[0]["actor/pg_loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+@NEEDS_VLLM
+def test_vllm_trains_conversations(demo: Demo, tmp_path: Path) -> None:
+    """Its log-probs of all turns are those of the actor, or the parity check would stop the run."""
+    vllm = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.vllm_python={VLLM_PYTHON}"]
+    row, *_ = trained_rows(demo, tmp_path, *CLASS, *vllm, "actor_rollout_ref.rollout.calculate_log_probs=true")
+    assert row["environment_length/max"] >= 2 and row["training/rollout_probs_diff_max"] < 1e-4
 
 
 @pytest.mark.slow
