@@ -38,6 +38,7 @@ def differences(keys: Sequence[str], names: Sequence[str], tmp_path: Path) -> li
     return [f"step {step} {name}: {moving[step][name]} is not {still[step][name]}" for step, name in wrong]
 
 
+@pytest.mark.slow  # tests/train/test_rebalance.py has a move in every run of the tests
 @pytest.mark.timeout(300)
 def test_losses_do_not_change_when_a_run_moves(keys: list[str], tmp_path: Path) -> None:
     start = ["placement.strategy=split"]

@@ -67,6 +67,7 @@ class Notices(Observer):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_save_a_bad_step(demo: Demo, tmp_path: Path) -> None:
     keys = [*QUICK, "trainer.save_freq=9", "trainer.max_bad_steps=9", DIVERGES]
     trainer = Trainer(load_config([], small_keys(demo, tmp_path, *ONE_RANK, *keys)))

@@ -85,6 +85,7 @@ def test_a_run_without_a_profile_calibrates_and_moves_and_its_losses_do_not_chan
         assert row["critic/vf_loss"] == pytest.approx(other["critic/vf_loss"], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_profile_starts_in_the_placement_that_is_chosen_from_it(
     demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
 ) -> None:

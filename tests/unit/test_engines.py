@@ -46,7 +46,14 @@ def test_the_native_engine_keeps_the_contract(model_type: str) -> None:
     check_engine(NativeEngine(copy.deepcopy(model), 4, 23), model, make_requests())
 
 
-@pytest.mark.parametrize("model_type", [*MODEL_TYPES, "gemma2", "gemma3_text", "qwen3_moe", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3", "gemma2", "qwen3_moe"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("llama", "mistral", "qwen2", "gemma3_text", "gpt2", "bloom")
+    ],
+)
 def test_the_transformers_engine_keeps_the_contract(model_type: str) -> None:
     model = make_model(model_type)
     check_engine(TransformersEngine(copy.deepcopy(model), 4), model, make_requests())
