@@ -67,6 +67,7 @@ def test_the_learning_rate_of_the_actor_spans_its_own_steps(whole: Path) -> None
     assert rates == pytest.approx({2: 1e-3, 3: 1e-3, 4: 0.5e-3})
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_earlier_step_under_another_placement_to_tolerance(
     demo: Demo, whole: Path, used: Path
 ) -> None:
