@@ -26,6 +26,7 @@ from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RuleReward
 from rolepool.roles.rollout import Rollout
+from rolepool.rollout import environments
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling
 from rolepool.rollout.environments import Generate, Trajectory, added_tokens, parse_hermes
 
@@ -36,6 +37,21 @@ NUM_ROWS = 12
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return make_demo(tmp_path_factory.mktemp("demo") / "data")
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
+    """What the engine samples, by the number of the conversation."""
+    found: dict[int, list[Completion]] = {}
+    generate = environments._Queue.generate
+
+    async def noted(self: Any, request: Request) -> Completion:
+        completion = await generate(self, request)
+        found.setdefault(request.conversation or 0, []).append(completion)
+        return completion
+
+    monkeypatch.setattr(environments._Queue, "generate", noted)
+    return found
 
 
 def config_with(demo: Demo, name: str, *overrides: str, response: int = 24) -> Any:

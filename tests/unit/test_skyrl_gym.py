@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_environments import HERE, NUM_ROWS, demo, make_rollout, prompts, same
+from test_environments import HERE, NUM_ROWS, demo, make_rollout, prompts, same, sampled
 
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol.ragged import rows_of_responses
-from rolepool.rollout import environments
-from rolepool.rollout.engine import Completion, Request
+from rolepool.rollout.engine import Completion
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="the extra skyrl-gym is not installed")
 
@@ -22,24 +21,9 @@ from skyrl_gym.tools import PythonCodeExecutorToolGroup  # noqa: E402
 
 from rolepool.recipes.environments.skyrl_gym_rollout import rollout_of  # noqa: E402
 
-__all__ = ["demo"]
+__all__ = ["demo", "sampled"]
 TURNS = f"{HERE}.multi_turn"
 ADAPTER = "rolepool.recipes.environments.skyrl_gym_rollout"
-
-
-@pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
-    """What the engine samples, by the number of the conversation."""
-    found: dict[int, list[Completion]] = {}
-    generate = environments._Queue.generate
-
-    async def noted(self: Any, request: Request) -> Completion:
-        completion = await generate(self, request)
-        found.setdefault(request.conversation or 0, []).append(completion)
-        return completion
-
-    monkeypatch.setattr(environments._Queue, "generate", noted)
-    return found
 
 
 def test_the_example_of_the_page_trains_the_sampled_tokens_alone(

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_environments import HERE, demo, make_rollout, prompts, same
+from test_environments import HERE, demo, make_rollout, prompts, same, sampled
 
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
 from rolepool.protocol.ragged import rows_of_responses
-from rolepool.rollout import environments
-from rolepool.rollout.engine import Completion, Request
+from rolepool.rollout.engine import Completion
 
 vf: Any = pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
 import httpx  # noqa: E402
 
-__all__ = ["Player", "Stories", "demo"]
+__all__ = ["Player", "Stories", "demo", "sampled"]
 TURNS = f"{HERE}.multi_turn"
 ADAPTER = "rolepool.recipes.environments.verifiers_rollout"
 
@@ -35,21 +34,6 @@ def pages(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (text,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page, flags=re.DOTALL)
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return folder
-
-
-@pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Completion]]:
-    """What the engine samples, by the number of the conversation."""
-    found: dict[int, list[Completion]] = {}
-    generate = environments._Queue.generate
-
-    async def noted(self: Any, request: Request) -> Completion:
-        completion = await generate(self, request)
-        found.setdefault(request.conversation or 0, []).append(completion)
-        return completion
-
-    monkeypatch.setattr(environments._Queue, "generate", noted)
-    return found
 
 
 @pytest.fixture

@@ -208,7 +208,8 @@ def why_best(best: Prediction, *others: Prediction) -> str:
     """Why the first of several predictions is the best one, in words."""
     waits = path_in_words(best)
     text = f"The best placement takes {best.step_s:.3g} s per step; {waits} of it is what a step waits for."
-    for second in others[:1]:
+    if others:
+        second = others[0]
         factor, waits = second.step_s / best.step_s, path_in_words(second)
         text += f" The next one takes {factor:.2f} times as long (it waits for {waits})."
         if second.step_s < best.high_s:
