@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,12 +23,12 @@ from rolepool.errors import ConfigError, DataError, PlacementError, explained, o
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
-from rolepool.placement.estimate import estimate_memory
+from rolepool.placement.estimate import estimate_memory, snapshot_bytes
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
-from rolepool.report.run import read_run
 
 if TYPE_CHECKING:
+    from rolepool.report.run import Run as ReadRun
     from rolepool.trainer.console import OnStep, OnValidation
 
 Source = str | Path | Mapping[str, Any] | LoadedConfig
@@ -128,10 +129,15 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        read_run(self.folder, last_bytes=0)  # raises ConfigError if it is not a run folder
+        self._read()  # raises ConfigError if it is not a run folder
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
+
+    def _read(self, last_bytes: float = 0) -> ReadRun:
+        from rolepool.report.run import read_run
+
+        return read_run(self.folder, last_bytes)
 
     @property
     def config(self) -> Config:
@@ -141,7 +147,7 @@ class Run:
     @property
     def plan(self) -> PlanSummary:
         """The plan of the run, with the memory estimate for this machine's GPU."""
-        made = read_run(self.folder, last_bytes=0).plan
+        made = self._read().plan
         if made is None:
             raise ConfigError(f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run")
         return _summary_of(self.config, made, detect_gpu_memory(), build_plan)
@@ -149,7 +155,7 @@ class Run:
     def metrics(self) -> Any:
         """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if pandas is not
         installed. Metrics of a validation or a checkpoint are in the row of its step."""
-        rows = read_run(self.folder, last_bytes=0).metrics
+        rows = self._read().metrics
         if find_spec("pandas") is None:
             return [{"step": step, **row} for step, row in rows.items()]
         import pandas
@@ -162,7 +168,7 @@ class Run:
 
         page = self.folder / "report.html" if path is None else Path(path)
         with explained(f"report {page}: cannot be written", "give another path"):
-            return write_atomically(page, [render(read_run(self.folder))])
+            return write_atomically(page, [render(self._read(last_bytes=math.inf))])
 
     def move(self, *words: str, timeout_s: float = 600.0) -> str:
         """Ask the run, which must be training in another process, to change its placement, such as
@@ -170,7 +176,7 @@ class Run:
         from rolepool.trainer.moves import ask_run, check_move, moved
 
         loaded, made = moved(self.config, words)
-        before = read_run(self.folder, last_bytes=0).plan
+        before = self._read().plan
         check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
         return ask_run(self.folder, words, timeout_s)
 
@@ -202,7 +208,7 @@ def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memor
     refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
     warnings = [*refused, *loaded.warnings, *summary.warnings]
     if on_cpus or (inventory is None and max(made.gpus_per_node) <= num_gpus()):  # the plan is for such machines
-        warnings += find_snapshot_warnings(summary.memory)
+        warnings += find_snapshot_warnings(summary.snapshot_bytes)
     return replace(summary, warnings=warnings)
 
 
@@ -215,8 +221,8 @@ def _summary_of(
     overlaps = schedule_of(config).overlaps(made.roles)
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
     warnings = list(find_warnings(config, made, on_cpus=on_cpus))
-    problems, engines = find_problems(config, made), engines_of(config)
-    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines)
+    problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
+    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed)
 
 
 # From arguments to keys

@@ -31,6 +31,7 @@ from rolepool.placement.estimate import (
     generation_memory,
     held_model,
     peak_by_role,
+    snapshot_bytes,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -302,7 +303,8 @@ def test_a_sharding_group_smaller_than_the_pool_holds_more() -> None:
 )
 def test_a_node_keeps_two_snapshots_of_its_shards_and_of_its_neighbours(overrides: str, num_states: float) -> None:
     keys = f"{QWEN} trainer.device=cpu algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 {overrides}"
-    assert estimate(keys).snapshot_bytes == num_states * 12 * 494_032_768
+    config = load_config(overrides=keys.split()).config
+    assert snapshot_bytes(config, build_plan(config)) == num_states * 12 * 494_032_768
 
 
 def test_a_role_is_sharded_over_its_own_pool() -> None:

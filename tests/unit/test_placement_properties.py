@@ -260,7 +260,7 @@ def test_no_line_of_a_plan_is_longer_than_80_and_nothing_is_cut_off(
     plan, estimate = shown
     advice = [Advice({"some.key": "x" * 50, "another.key": "y" * 50}, 5 * GIB)]
     engines = {"one": None, "another": "of a reason that takes several words to tell"}
-    text = PlanSummary(plan, overlaps, estimate, [], [], advice, engines).to_terminal()
+    text = PlanSummary(plan, overlaps, estimate, [], [], advice, engines, 0).to_terminal()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     letters = Counter(text.replace("\n", ""))

@@ -62,9 +62,9 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
 
 
-def find_snapshot_warnings(estimate: MemoryEstimate) -> Iterator[str]:
-    """A line if the snapshots of a run on this machine do not fit in its shared memory."""
-    needed, free = estimate.snapshot_bytes, shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
+def find_snapshot_warnings(needed: int) -> Iterator[str]:
+    """A line if the snapshots of a run on this machine, `needed` bytes, do not fit in its shared memory."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
     if needed > free:
         what = f"snapshots need {needed / GIB:.1f} GiB of {SHARED_MEMORY}, and {free / GIB:.1f} GiB are free"
         yield f"{what}; none will be taken, and if a process dies, training goes on from the last checkpoint"

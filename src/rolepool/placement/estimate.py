@@ -318,12 +318,12 @@ def snapshot_bytes(config: Config, plan: Plan) -> int:
     needed: Counter[int] = Counter()
     for role in (role for role in plan.roles if is_on and ROLE_SPECS[role].is_trained):
         with suppress(ShapeUnknown):
-            slots = plan.pool_of(role).slots
-            held = held_model(config, role, len(slots))
-            num_written = Counter(slot.node for slot in slots[: held.num_shards])  # replicas write nothing
+            pool = plan.pool_of(role)
+            held = held_model(config, role, pool.world_size)
+            num_written = Counter(slot.node for slot in pool.slots[: held.num_shards])  # replicas write nothing
             for before, node in zip([*nodes[-1:], *nodes], nodes, strict=False):
                 num_kept = num_written[node] + (num_written[before] if before != node else 0)
-                rest = held.num_shards - num_kept if node in plan.pool_of(role).counts_by_node else 0
+                rest = held.num_shards - num_kept if node in pool.counts_by_node else 0
                 needed[node] += SNAPSHOT_BYTES_PER_PARAM * held.num_params * (2 * num_kept + rest) // held.num_shards
     return max(needed.values(), default=0)
 
@@ -356,8 +356,6 @@ class MemoryEstimate:
     pools: dict[str, PoolMemory]
     micro_batches: dict[str, MicroBatch]
     unknown: dict[Role, str]
-    snapshot_bytes: int = 0
-    """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is not known."""
 
     @property
     def excess(self) -> int:
@@ -368,7 +366,7 @@ class MemoryEstimate:
 def estimate_memory(config: Config, plan: Plan, gpu_memory_bytes: int | None) -> MemoryEstimate:
     """The memory of every pool. `gpu_memory_bytes` is that of a whole GPU; a pool has its share of it. If it is None,
     micro-batches are chosen for a GPU with enough memory."""
-    estimate = MemoryEstimate({}, {}, {}, snapshot_bytes(config, plan))
+    estimate = MemoryEstimate({}, {}, {})
     for name, pool in plan.pools.items():
         limit = None if gpu_memory_bytes is None else int(gpu_memory_bytes * pool.share)
         least: dict[Role, RoleMemory] = {}

@@ -50,6 +50,8 @@ class PlanSummary:
     """Overrides that make the plan fit in memory, or come closer to it; empty if it fits."""
     engines: Mapping[str, str | None]
     """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model is not on disk."""
+    snapshot_bytes: int
+    """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is not known."""
 
     def __str__(self) -> str:
         return Text.from_ansi(self.to_terminal()).plain
@@ -70,6 +72,9 @@ class PlanSummary:
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
         lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
+        if self.snapshot_bytes > GIB // 10:
+            needed = f"{self.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY} on each node, to go on if a process dies"
+            lines.append(Text.assemble(("snapshots: ", "bold"), needed))
         if reasons := [reason for reason in self.engines.values() if reason is not None]:
             able = ", ".join(name for name, reason in self.engines.items() if reason is None) or "none"
             lines.append(Text.assemble(("rollout engines for this model: ", "bold"), "; ".join([able, *reasons])))
@@ -106,7 +111,7 @@ class PlanSummary:
         document = self.plan.model_dump(mode="json") | {
             "overlaps": self.overlaps,
             "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
-            | {"snapshot_bytes": self.memory.snapshot_bytes},
+            | {"snapshot_bytes": self.snapshot_bytes},
             "engines": dict(self.engines),
             "problems": list(self.problems),
             "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
@@ -215,9 +220,6 @@ def _notes(plan: Plan, overlaps: Sequence[tuple[str, str]], estimate: MemoryEsti
             yield "memory", "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
         if plan.mps and plan.sharing_pools:
             yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
-    if estimate.snapshot_bytes > GIB // 10:
-        needed = f"{estimate.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY} on each node"
-        yield "snapshots", f"{needed}, to go on if a process dies"
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:
