@@ -9,8 +9,9 @@ if [ $# -gt 0 ]; then
 fi
 logs=$(mktemp -d)
 trap 'jobs -rp | xargs -r kill || true; rm -rf "$logs"' EXIT
-# This test measures a run, so it has the machine to itself.
-measuring=tests/train/test_demo.py::test_the_split_demo_learns_in_time_and_its_pools_overlap
+# These tests measure times, so they have the machine to themselves.
+measuring=(tests/unit/test_speed.py)
+measuring+=(tests/train/test_demo.py::test_the_split_demo_learns_in_time_and_its_pools_overlap)
 programs=(tests/train/test_demo.py tests/train/test_extending.py tests/train/test_first_pages.py)
 programs+=(tests/train/test_restarts.py)
 
@@ -31,7 +32,7 @@ run_tests() {
 # The parts of the suite. One of the unit tests runs mypy, which is fast after a first run.
 units() {
     run .venv/bin/mypy
-    run_tests tests/unit tests/gpu
+    run_tests tests/unit tests/gpu "${measuring[@]/#/--deselect=}"
 }
 
 clusters() {
@@ -48,12 +49,12 @@ trainings() {
 }
 
 training_programs() {
-    run_tests "${programs[@]}" --deselect "$measuring"
+    run_tests "${programs[@]}" "${measuring[@]/#/--deselect=}"
 }
 
 # CPUs round differently, and no test may depend on that: generation once more, with the instructions of an old CPU.
 old_cpu() {
-    ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_*.py -k "not noise"
+    ATEN_CPU_CAPABILITY=default run_tests tests/unit/test_rollout_{native,sampling,schedule}.py -k "not noise"
 }
 
 # Parts run side by side, because tests that start Ray often wait for it: two while the unit tests run, of which some
@@ -64,5 +65,5 @@ for part in units clusters "trainings m-z" training_programs "trainings a-l" old
     units=${units:-$!}
 done
 wait
-run_tests "$measuring"
+run_tests "${measuring[@]}"
 [ ! -e "$logs/failed" ]

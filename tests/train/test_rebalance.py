@@ -64,17 +64,28 @@ def split_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "FIRST_MOVE_S", 0.0)
 
 
-@pytest.mark.timeout(200)
-def test_a_run_without_a_profile_calibrates_and_moves_and_its_losses_do_not_change(
-    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
-) -> None:
-    said = run(demo, tmp_path / "auto" / "run", "placement.strategy=auto", "placement.rebalance=true").lines
+def calibrate_and_move(demo: Demo, folder: Path) -> None:
+    """A run that measures its first steps, chooses two pools, and moves there."""
+    said = run(demo, folder, "placement.strategy=auto", "placement.rebalance=true").lines
     assert any(line.startswith("placement: chose placement.strategy=split, predicted to take") for line in said)
-    rows = [json.loads(line) for line in (tmp_path / "auto" / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (move,) = [row["move"] for row in rows if "move" in row]
     assert move["after_step"] >= moves.NUM_CALIBRATION_STEPS
     assert "global_pool [2] -> " in move["what"]
 
+
+@pytest.mark.timeout(200)
+def test_a_run_without_a_profile_calibrates_and_moves(
+    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+) -> None:
+    calibrate_and_move(demo, tmp_path / "auto" / "run")
+
+
+@pytest.mark.slow
+def test_the_losses_of_a_run_that_moves_are_those_of_one_that_stays(
+    demo: Demo, one_ray: None, tmp_path: Path, split_is_best: None
+) -> None:
+    calibrate_and_move(demo, tmp_path / "auto" / "run")
     still = run(demo, tmp_path / "still", "placement.strategy=standard").lines
     assert not any("placement" in line for line in still)
     compared = [row for row in rows_of(tmp_path / "auto" / "run") if "move" not in row]

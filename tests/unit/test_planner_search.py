@@ -26,7 +26,9 @@ PROFILES = (
     "trainer.n_gpus_per_node=3 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     "trainer.n_gpus_per_node=6 placement.strategy=split placement.split.actor_gpus_per_node=4",
 )
-INVENTORIES = [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (4, 4), (2, 2, 2), (5, 3), (1, 1), (2, 6), (1,) * 8]
+SMALL: list[tuple[int, ...]] = [(1,), (2,), (3,), (4,), (1, 1), (5,)]
+LARGE: list[tuple[int, ...]] = [(6,), (7,), (8,), (4, 4), (2, 2, 2), (5, 3), (2, 6), (1,) * 8]
+SLOW = [pytest.param(large, marks=pytest.mark.slow) for large in LARGE]
 
 
 def predictor_of(seed: int | None = None, more: str = "", gpu_memory_bytes: int | None = None) -> Predictor:
@@ -54,7 +56,7 @@ def best_by_trying_all(predictor: Predictor, config: Config, inventory: tuple[in
 # What is found
 
 
-@pytest.mark.parametrize("inventory", INVENTORIES, ids=str)
+@pytest.mark.parametrize("inventory", [*SMALL, *SLOW], ids=str)
 @pytest.mark.parametrize("objective", ["time", "throughput_per_gpu"])
 def test_it_finds_what_trying_all_placements_finds(inventory: tuple[int, ...], objective: Objective) -> None:
     predictor = predictor_of(seed=sum(inventory) * 31 + len(inventory))
@@ -121,7 +123,7 @@ def slots_of(plan: Plan) -> dict[Role, object]:
         "placement.roles={actor_rollout:a,ref:a,critic:b}",
     ],
 )
-@pytest.mark.parametrize("inventory", [(8,), (4, 4), (2, 2, 2), (5, 3), (3,)], ids=str)
+@pytest.mark.parametrize("inventory", [(3,), (2, 2), *SLOW], ids=str)
 def test_the_overrides_that_are_printed_make_the_same_placement(words: str, inventory: tuple[int, ...]) -> None:
     config = config_of(words)
     for seed in range(2):
