@@ -186,6 +186,7 @@ def test_ctrl_c_in_the_first_validation_ends_it_and_no_step_follows(key: str, de
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_of_remax(
     demo: Demo, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_the_strategy_of_the_page_gives_the_reward_model_a_gpu_of_its_own(
     assert {span["role"] for span in spans if span["pool"] == "reward"} == {"reward_model"}
 
 
+@pytest.mark.slow
 def test_the_role_of_the_page_is_planned_placed_called_and_measured(root: Path, demo: Demo, tmp_path: Path) -> None:
     """Its files are in a folder below that of the command, and in the path that names the extension."""
     (tmp_path / "parts").mkdir()
