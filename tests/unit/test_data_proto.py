@@ -422,7 +422,9 @@ def test_padding_rows_have_zero_masks_and_weights_but_can_be_attended_to() -> No
     assert padded.non_tensor_batch["row_weights"].tolist() == [1, 1, 1, 0, 0]
     assert padded.batch["is_padding"].tolist() == [False] * 3 + [True] * 2
     assert data.batch["response_mask"].all(), "the source keeps its masks"
-    assert_same(unpad_dataproto(padded, 2), data[[1, 0, 2]])
+    real = unpad_dataproto(padded, 2)
+    assert not real.pop("is_padding").batch["is_padding"].any()
+    assert_same(real, data[[1, 0, 2]])
     assert pad_rows(pad_rows(data, 1), 1).batch["is_padding"].tolist() == [False] * 3 + [True] * 2
     assert len(pad_rows(DataProto.from_dict(non_tensors={"n": [1]}), 2)) == 3
 
@@ -581,7 +583,6 @@ def test_a_batch_without_tensors_can_be_saved(data: DataProto, tmp_path: Path) -
         ),
         (DataProto(meta_info={"a": {"b": [1, {2}]}}), r"meta_info\['a'\] .* contains a builtins.set"),
         (DataProto(meta_info={"raw": b"bytes"}), r"meta_info\['raw'\] .* contains a builtins.bytes"),
-        (DataProto.from_dict({"x": torch.ones(1, dtype=torch.complex128)}), "cannot hold these tensors .*complex128"),
     ],
 )
 def test_what_json_cannot_hold_is_named_and_no_file_is_written(data: DataProto, message: str, tmp_path: Path) -> None:
@@ -691,14 +692,11 @@ def test_a_batch_with_an_array_inside_itself_is_printed_and_sent() -> None:
     assert loop[1] == "end"
 
 
-def test_what_cannot_be_written_or_sent_because_it_contains_itself_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_written_because_it_contains_itself_is_named(tmp_path: Path) -> None:
     data = DataProto.from_dict(non_tensors={"loop": array_inside_itself()}, meta_info={})
     with pytest.raises(DataError, match=r"non_tensor_batch\['loop'\] .*Circular reference"):
         data.save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
-    data.non_tensor_batch["loop"][0] = data
-    with pytest.raises(DataError, match="cannot be sent: a DataProto contains itself"):
-        encode(data)
 
 
 # --- what a batch has ---------------------------------------------------------------------------------------------

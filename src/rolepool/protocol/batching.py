@@ -30,16 +30,10 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Remove the last `pad_size` rows, and the `is_padding` column of `pad_rows` if no padding row remains."""
+    """Remove the last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
         raise DataError(f"{pad_size} rows of padding cannot be removed from {len(data)} rows")
-    if pad_size == 0:
-        return data
-    real = data.slice(0, len(data) - pad_size)
-    mark = real.columns().get(IS_PADDING_KEY)
-    if mark is not None and not mark.any():
-        del real.batch[IS_PADDING_KEY]
-    return real
+    return data.slice(0, len(data) - pad_size)
 
 
 def pad_rows(data: DataProto, num_rows: int) -> DataProto:
@@ -57,7 +51,11 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
     if num_rows == 0:
         return data
     padded = data.select()
+    if padded.batch is None:
+        padded.batch = TensorDict({}, [len(data)])
+    padded.batch.setdefault(IS_PADDING_KEY, torch.zeros(len(data), dtype=torch.bool))
     padded.padding(num_rows, "first")
+    padded.batch[IS_PADDING_KEY][len(data) :] = True
     for key, column in padded.columns().items():
         if not key.endswith(("mask", "weight", "weights")) or key.endswith("attention_mask"):
             continue
@@ -66,13 +64,6 @@ def pad_rows(data: DataProto, num_rows: int) -> DataProto:
                 row.zero_()
         elif column.dtype.kind in "biufc":
             column[len(data) :] = 0
-    if padded.batch is None:
-        padded.batch = TensorDict({}, [len(padded)])
-    device = next((tensor.device for tensor in padded.batch.values()), None)
-    is_padding = torch.arange(len(padded), device=device) >= len(data)
-    if IS_PADDING_KEY in padded.columns():
-        is_padding |= padded.batch[IS_PADDING_KEY]
-    padded.batch.set(IS_PADDING_KEY, is_padding)
     return padded
 
 
@@ -104,8 +95,6 @@ def _reshape(data: DataProto, num_dims: int, new_dims: list[int]) -> DataProto:
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """The batch that has these items as rows; without meta_info, which belongs to the batch they came from."""
-    if not items:
-        raise DataError("nothing to collate: the list of items is empty")
     return DataProto.concat([_batch_of_one(item) for item in items])
 
 

@@ -236,9 +236,6 @@ class DataProto:
         inner = None if self.batch is None else TensorDict(values, self.batch.batch_size[1:], device=self.batch.device)
         return DataProtoItem(inner, objects, dict(self.meta_info), ragged)
 
-    def __iter__(self) -> Iterator[DataProtoItem]:
-        return (self[row] for row in range(len(self)))
-
     def select_idxs(self, idxs: Any) -> DataProto:
         """A copy of the rows with these numbers (list, array, tensor), or of those at which a bool mask is True."""
         rows = operations.rows_of(idxs, len(self))

@@ -79,12 +79,7 @@ def encode(value: Any) -> Encoded:
     Lists, dicts and arrays may contain themselves.
     """
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    try:
-        _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
-    except pickle.PicklingError as error:
-        if isinstance(error.__cause__, RecursionError):
-            raise DataError("cannot be sent: a DataProto contains itself, or the value is nested too deeply") from None
-        raise
+    _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
     return Encoded(pickled.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers])
 
 
@@ -235,10 +230,7 @@ def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, A
     path = Path(filepath)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        try:
-            safetensors.torch.save_file(copies, temporary, texts)
-        except (KeyError, ValueError) as error:
-            raise DataError(f"{path}: a safetensors file cannot hold these tensors ({error})") from None
+        safetensors.torch.save_file(copies, temporary, texts)
 
 
 def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:

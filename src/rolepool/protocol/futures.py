@@ -8,7 +8,6 @@ to wait for a call and how to fetch stored columns is known to `rolepool.cluster
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -180,8 +179,7 @@ class CallFuture:
         return f"<{type(self).__name__} of {' and '.join(call.what for call in self.calls)}>"
 
 
-@dataclass(frozen=True, eq=False)
-class Stripe:
+class Stripe(NamedTuple):
     """Some keys of a batch, for all of its rows. They come from the results of calls or from a batch of the driver.
 
     `order` has the numbers of the rows, in their order. None means all rows.
@@ -240,7 +238,7 @@ class DataProtoFuture(CallFuture):
     def select(self, keys: Iterable[str]) -> DataProtoFuture:
         """These keys only."""
         wanted = frozenset(keys)
-        stripes = [replace(stripe, keys=intersection(stripe.keys, wanted)) for stripe in self.stripes]
+        stripes = [stripe._replace(keys=intersection(stripe.keys, wanted)) for stripe in self.stripes]
         return DataProtoFuture(self.calls, stripes)
 
     def union(self, other: DataProto | DataProtoFuture) -> DataProtoFuture:
@@ -251,7 +249,7 @@ class DataProtoFuture(CallFuture):
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
         orders = [rows if stripe.order is None else stripe.order[rows] for stripe in self.stripes]
-        stripes = [replace(stripe, order=order) for stripe, order in zip(self.stripes, orders, strict=True)]
+        stripes = [stripe._replace(order=order) for stripe, order in zip(self.stripes, orders, strict=True)]
         return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:

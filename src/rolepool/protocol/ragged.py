@@ -74,8 +74,6 @@ def places_of(offsets: Tensor, rows: slice | Tensor) -> tuple[slice | Tensor, Te
     """Where the values of these rows are (a slice if the rows are a slice), and the offsets of a column of them."""
     if isinstance(rows, slice):
         inside = offsets[rows.start : rows.stop + 1]
-        if not len(inside):
-            return slice(0, 0), offsets.new_zeros(1)
         return slice(int(inside[0]), int(inside[-1])), inside - inside[0]
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]

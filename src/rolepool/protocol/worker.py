@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -140,8 +140,7 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-@dataclass(frozen=True)
-class MethodSpec:
+class MethodSpec(NamedTuple):
     """What `register` stores for a method."""
 
     dispatch: Dispatch
@@ -315,10 +314,9 @@ def show_bytes(amount: int) -> str:
 
 def random_state() -> dict[str, Any]:
     """The state of every generator that a role may use. The GPU's is None if this process does not use a GPU."""
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
     }
