@@ -150,8 +150,6 @@ def test_a_larger_batch_that_does_not_fit_the_rest_starts_the_next_epoch(prompts
         ({"num_rows": 12}, "num_rows was 12, is 10"),
         ({"digest": "0"}, "digest was 0, is "),
         ({"epoch": None}, "cannot be read"),
-        ({"index": 10}, "epoch 0, row 10 of 10 rows"),
-        ({"index": -1}, "epoch 0, row -1 of 10 rows"),
     ],
 )
 def test_a_position_of_other_data_is_refused(prompts: PromptSet, change: dict[str, Any], expected: str) -> None:

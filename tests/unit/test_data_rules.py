@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -136,12 +135,10 @@ def test_the_flexible_rule_needs_a_number_too() -> None:
 
 
 @pytest.fixture
-def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package were not installed."""
-    rules._math_verify.cache_clear()
+    monkeypatch.setattr(rules, "_HAS_MATH_VERIFY", False)
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    yield
-    rules._math_verify.cache_clear()
 
 
 MATH = [

@@ -150,28 +150,31 @@ def _with_system_prompt(prompt: Any, system_prompt: str | None) -> Any:
 # --- the formats --------------------------------------------------------------------------------------------------
 
 
-class JsonlRows:
-    """Rows numbered from 0. Only the offsets of the lines are kept."""
+class Rows(NamedTuple):
+    """The rows of a file or a dataset, numbered from 0. `read` returns a row, after its place for error messages."""
 
-    def __init__(self, file: Path, max_rows: int | None = None) -> None:
-        self._file, self.source, start = file, file.stem, 0
-        self._starts, self._lines = array("Q"), array("Q")
-        """The offset and the number of each line, from 1; blank lines are not rows."""
+    source: str
+    num_rows: int
+    read: Callable[[int], tuple[str, Row]]
+
+
+def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
+    """The rows of a JSONL file. Only the offset and the number (from 1) of each line are kept. Blank lines are not
+    rows."""
+    starts, numbers, start = array("Q"), array("Q"), 0
+    with file.open("rb") as lines:
+        for line, text in enumerate(lines, start=1):
+            if text.strip():
+                starts.append(start)
+                numbers.append(line)
+            start += len(text)
+            if len(starts) == max_rows:
+                break
+
+    def read(number: int) -> tuple[str, Row]:
+        place = f"{file}, line {numbers[number]}"
         with file.open("rb") as lines:
-            for line, text in enumerate(lines, start=1):
-                if text.strip():
-                    self._starts.append(start)
-                    self._lines.append(line)
-                start += len(text)
-                if len(self._starts) == max_rows:
-                    break
-        self.num_rows = len(self._starts)
-
-    def read(self, number: int) -> tuple[str, Row]:
-        """A row, after its place for error messages."""
-        place = f"{self._file}, line {self._lines[number]}"
-        with self._file.open("rb") as lines:
-            lines.seek(self._starts[number])
+            lines.seek(starts[number])
             text = lines.readline()
         try:
             row = json.loads(text)
@@ -181,20 +184,14 @@ class JsonlRows:
             raise BadRow(f"{place}: is a JSON {type(row).__name__}; write one object per line", "not an object")
         return place, row
 
-
-class TableRows(NamedTuple):
-    """Rows of a Parquet file or of a dataset, numbered from 0."""
-
-    name: str
-    source: str
-    num_rows: int
-    row: Callable[[int], Row]
-
-    def read(self, number: int) -> tuple[str, Row]:
-        return f"{self.name}, row {number} (the first is 0)", self.row(number)
+    return Rows(file.stem, len(starts), read)
 
 
-def open_rows(path: str, key: str, max_rows: int | None = None) -> JsonlRows | TableRows:
+def _rows_of_table(name: str, source: str, num_rows: int, row: Callable[[int], Row]) -> Rows:
+    return Rows(source, num_rows, lambda number: (f"{name}, row {number} (the first is 0)", row(number)))
+
+
+def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
     """The rows of one file or dataset that the config key `key` names, or at most the first `max_rows` of a file."""
     if path.startswith("hf:"):
         return _load_from_hub(path, key)
@@ -206,12 +203,13 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> JsonlRows | T
         raise ConfigError(f"{key}={path}: prompts must be .parquet or .jsonl files, not {file.suffix!r}")
     with explained(f"{key}={path}: cannot be read", "name a readable file", pyarrow.ArrowException):
         if file.suffix != ".parquet":
-            return JsonlRows(file, max_rows)
+            return _rows_of_lines(file, max_rows)
         # Not read_table, which reads `year=2024` in a folder's name as a column.
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
         first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
         table = parquet.read() if max_rows is None else pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        return TableRows(str(file), file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
+        name, source = str(file), file.stem
+        return _rows_of_table(name, source, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
 
 
 _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")
@@ -229,7 +227,7 @@ def _hub_name(path: str, key: str) -> tuple[str, str | None, str]:
     return name, subset, split
 
 
-def _load_from_hub(path: str, key: str) -> TableRows:
+def _load_from_hub(path: str, key: str) -> Rows:
     """A dataset of the hub, or of a folder that contains data files or that `save_to_disk` has written."""
     name, subset, split = _hub_name(path, key)
     import datasets
@@ -246,4 +244,4 @@ def _load_from_hub(path: str, key: str) -> TableRows:
             loaded = splits[split]
         else:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
-    return TableRows(path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__)
+    return _rows_of_table(path, folder.name if folder.is_dir() else name, len(loaded), loaded.__getitem__)

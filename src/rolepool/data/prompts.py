@@ -44,10 +44,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder or hub id that the key `name` names, by default the policy's. If it has no pad token,
     its end-of-sequence token is used."""
-    key = f"{name}={show(path)}"
-    if path is None:
-        raise ConfigError(f"{key}: no model is set; give a folder or a hub id")
-    place = str(Path(path).expanduser())
+    key, place = f"{name}={show(path)}", str(Path(str(path)).expanduser())
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
     with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
@@ -160,7 +157,7 @@ class PromptSet:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
         text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
         if is_chat:
-            text = render_chat(self._tokenizer, text, row["origin"], options=self._template_options)
+            text = render_chat(self._tokenizer, text, row["origin"], **self._template_options)
         return {**row, "is_chat": is_chat, "text": text}
 
 
@@ -174,20 +171,13 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterato
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[dict[str, Any]],
-    origin: str,
-    *,
-    answer: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Row], origin: str, answer: str | None = None, /, **options: Any
 ) -> str:
     """The text of a chat as the tokenizer's template writes it with these options: with an answer, or up to the start
     of the answer."""
     chat = prompt if answer is None else [*prompt, {"role": "assistant", "content": answer}]
     try:
-        text = str(
-            tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, tokenize=False, **(options or {}))
-        )
+        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, tokenize=False, **options))
         text.encode()  # fails if a message contains half of a surrogate pair
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template may raise any of them
         problem = f"the chat template of {tokenizer.name_or_path} cannot write this chat: {one_line(error)}"
@@ -245,8 +235,6 @@ class PromptLoader:
             words = "digest is a hash of all prompt tokens; seed is data.seed, or trainer.seed if that is null"
             problem = f"the saved position in {self._prompts.key} belongs to other data: {changes} ({words})"
             raise DataError(f"{problem}. Undo the change, or start a new run with trainer.resume_mode=disable")
-        if epoch < 0 or not 0 <= index < len(self._prompts):
-            raise DataError(f"the saved data position is epoch {epoch}, row {index} of {len(self._prompts)} rows")
         self._move_to(epoch, index)
 
     def _move_to(self, epoch: int, index: int) -> None:
@@ -295,7 +283,7 @@ class RewardTexts:
         """Raise BadRow if the reward model's template cannot write the first chat."""
         prompt, origin = (prompts.take([0])[name][0] for name in ("raw_prompt", "origin"))
         if not isinstance(prompt, str):
-            render_chat(self._own, prompt, origin, answer="")
+            render_chat(self._own, prompt, origin, "")
 
     def tokenize(self, batch: DataProto) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response as its last message.
@@ -306,7 +294,7 @@ class RewardTexts:
         for prompt, origin, (ids, response) in zip(columns["raw_prompt"], columns["origin"], token_rows, strict=True):
             is_chat = not isinstance(prompt, str)
             text = str(self._policy.decode(response if is_chat else ids, skip_special_tokens=True))
-            text = render_chat(self._own, prompt, origin, answer=text) if is_chat else text
+            text = render_chat(self._own, prompt, origin, text) if is_chat else text
             rows.append({"is_chat": is_chat, "text": text})
         return list(tokenize(self._own, rows))
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
-from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,7 @@ def _expected(ground_truth: Any, rule: str) -> str:
     return text
 
 
-@lru_cache(maxsize=1)
-def _math_verify() -> Any:
-    """The package; None if it is not installed, which Python would find out again for every answer."""
-    with suppress(ImportError):
-        return import_module("math_verify")
-    return None
-
-
+_HAS_MATH_VERIFY = find_spec("math_verify") is not None
 _EXPENSIVE = re.compile(r"\^\{[^{}]*\^|\^\{?-?\d{3,}|\d{30,}|!|\\binom|.{200,}", re.DOTALL)
 """Towers of powers, long numbers, factorials: math-verify would compute them, and its time limit needs the main thread,
 in which worker processes do not run."""
@@ -163,22 +156,17 @@ in which worker processes do not run."""
 def _verified(answer: str, wanted: str) -> bool:
     """Whether math-verify is installed and finds that both answers are equal. It is not asked if that might take
     long."""
-    if (package := _math_verify()) is None or _EXPENSIVE.search(answer):
+    if not _HAS_MATH_VERIFY or _EXPENSIVE.search(answer):
         return False
+    package = import_module("math_verify")  # not before it is needed, because it is slow
     gold, given = (package.parse(f"${text}$", parsing_timeout=None) for text in (wanted, answer))
     return bool(package.verify(gold, given, timeout_seconds=None))
 
 
 # --- which rule scores a row --------------------------------------------------------------------------------------
 
-RULES: dict[str, Rule] = {
-    "exact_match": exact_match,
-    "position_match": position_match,
-    "gsm8k": gsm8k,
-    "gsm8k_flexible": gsm8k_flexible,
-    "math": math_boxed,
-    "math_dapo": math_dapo,
-}
+RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
+RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
 
 
 def rule_for(data_source: str) -> Rule:

@@ -189,7 +189,7 @@ class ToolLoop:
         if isinstance(prompt, str):
             return next(tokenize(tokenizer, [{"is_chat": False, "text": prompt + observation}]))
         chat = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        text = render_chat(tokenizer, chat, row["origin"], options=self._options)
+        text = render_chat(tokenizer, chat, row["origin"], **self._options)
         return next(tokenize(tokenizer, [{"is_chat": True, "text": text}]))
 
     async def _call_tools(self, text: str, instance: "_Instance") -> list[tuple[str, Outcome]]:
@@ -235,8 +235,8 @@ def added_tokens(
     """The tokens that a template writes after a turn of the model, which ended with an end token: the messages, and the
     beginning of the next turn. They are taken from another conversation, so the model's turn is not tokenized again."""
     question, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": "="}
-    before = render_chat(tokenizer, [question], origin, answer=turn["content"], options=options)
-    after = render_chat(tokenizer, [question, turn, *messages], origin, options=options)
+    before = render_chat(tokenizer, [question], origin, turn["content"], **options)
+    after = render_chat(tokenizer, [question, turn, *messages], origin, **options)
     if not after.startswith(before):
         problem = f"the chat template of {tokenizer.name_or_path} changes earlier messages when others follow"
         raise DataError(f"{problem}; use another template, or an environment that is an async function")
