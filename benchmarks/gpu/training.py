@@ -39,7 +39,7 @@ from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.micro_batches import by_rows
 from rolepool.models.training import TrainedModel
 from rolepool.protocol import DataProto, ragged, unpad
-from rolepool.protocol.ragged import lengths_of
+from rolepool.protocol.columns import lengths_of
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic
 from rolepool.roles.model_role import Setup

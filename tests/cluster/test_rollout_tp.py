@@ -16,8 +16,7 @@ from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.columns import same_value
-from rolepool.protocol.ragged import flat_values, lengths_of
+from rolepool.protocol.columns import flat_values, lengths_of, same_value
 from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout

@@ -20,7 +20,7 @@ from rolepool.config import load_config
 from rolepool.models.packing import TokenRows, packed_attention, response_log_probs
 from rolepool.models.sharding import compiled_for_weight, has_compiler
 from rolepool.protocol import DataProto, ragged, unpad
-from rolepool.protocol.ragged import flat_values
+from rolepool.protocol.columns import flat_values
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.actor_critic import Actor, Critic
 from rolepool.roles.model_role import Setup

@@ -12,7 +12,7 @@ from rolepool.config import load_config
 from rolepool.config.functions import policy_losses
 from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, ragged, unpad
-from rolepool.protocol.ragged import flat_values
+from rolepool.protocol.columns import flat_values
 from rolepool.roles.actor_critic import Actor, Critic
 from rolepool.roles.model_role import Setup
 

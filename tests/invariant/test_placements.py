@@ -26,7 +26,7 @@ from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.protocol import DataProto, DataProtoFuture
-from rolepool.protocol.ragged import flat_values
+from rolepool.protocol.columns import flat_values
 from rolepool.trainer.advantages import Estimator, describe, repeated
 from rolepool.trainer.build import build_roles
 from rolepool.trainer.step import ppo_step

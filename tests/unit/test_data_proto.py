@@ -29,8 +29,16 @@ from rolepool.protocol import (
     unpad_dataproto,
 )
 from rolepool.protocol.batching import pad_rows
-from rolepool.protocol.columns import same_value
-from rolepool.protocol.ragged import flat_values, is_ragged, pad_ragged, ragged, rows_of_responses, split_tokens, unpad
+from rolepool.protocol.columns import (
+    flat_values,
+    is_ragged,
+    pad_ragged,
+    ragged,
+    rows_of_responses,
+    same_value,
+    split_tokens,
+    unpad,
+)
 
 settings.register_profile("few", max_examples=40, deadline=None)
 settings.load_profile("few")
@@ -592,7 +600,7 @@ def test_what_json_cannot_hold_is_named_and_no_file_is_written(data: DataProto, 
 
 
 def test_files_that_are_not_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no batch to load"):
+    with pytest.raises(DataError, match="missing is not a file that save_to_disk wrote: No such file"):
         DataProto.load_from_disk(tmp_path / "missing")
     (tmp_path / "junk").write_bytes(b"not a batch at all")
     with pytest.raises(DataError, match="junk is not a file"):

@@ -21,7 +21,7 @@ from rolepool.data.demo import Demo, make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
-from rolepool.protocol.ragged import rows_of_responses
+from rolepool.protocol.columns import rows_of_responses
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
 from rolepool.roles.reward_model import RuleReward

@@ -11,7 +11,7 @@ import torch
 
 from rolepool.config import load_config
 from rolepool.protocol import DataProto, pad_ragged, ragged, unpad
-from rolepool.protocol.ragged import lengths_of
+from rolepool.protocol.columns import lengths_of
 from rolepool.trainer.advantages import Estimated, Estimator, describe
 
 ROWS, LENGTH, PROMPT = 4, 3, 2

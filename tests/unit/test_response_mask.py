@@ -15,7 +15,7 @@ from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.protocol import DataProto, pad_ragged, ragged, unpad
 from rolepool.protocol.batching import pad_rows
-from rolepool.protocol.ragged import flat_values
+from rolepool.protocol.columns import flat_values
 from rolepool.roles.actor_critic import Actor, Critic
 from rolepool.roles.model_role import Setup
 from rolepool.trainer.advantages import Estimated, Estimator, describe

@@ -14,8 +14,7 @@ from rolepool.data.demo import Demo, make_demo
 from rolepool.errors import DataError, RolepoolError
 from rolepool.placement.estimate import cache_room
 from rolepool.protocol import DataProto
-from rolepool.protocol.columns import same_value
-from rolepool.protocol.ragged import flat_values, lengths_of, split_tokens
+from rolepool.protocol.columns import flat_values, lengths_of, same_value, split_tokens
 from rolepool.protocol.worker import WorkerContext, made_in
 from rolepool.roles.model_role import Setup
 from rolepool.roles.rollout import Rollout

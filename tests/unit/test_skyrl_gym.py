@@ -11,7 +11,7 @@ from test_environments import HERE, NUM_ROWS, demo, make_rollout, prompts, same,
 
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError
-from rolepool.protocol.ragged import rows_of_responses
+from rolepool.protocol.columns import rows_of_responses
 from rolepool.rollout.engine import Completion
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="the extra skyrl-gym is not installed")

@@ -13,7 +13,7 @@ from test_environments import HERE, demo, make_rollout, prompts, same, sampled
 from rolepool.data.demo import Demo
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol import DataProto
-from rolepool.protocol.ragged import rows_of_responses
+from rolepool.protocol.columns import rows_of_responses
 from rolepool.rollout.engine import Completion
 
 vf: Any = pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")

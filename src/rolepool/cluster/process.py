@@ -41,9 +41,9 @@ from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol import Dispatch, Worker, WorkerContext
 from rolepool.protocol import worker as workers
+from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.data import DataProto, tensordict_to_batch
 from rolepool.protocol.futures import Reply, encode_result
-from rolepool.protocol.ragged import INPUT_IDS, flat_values, is_ragged, num_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
 from rolepool.config import Config, show
-from rolepool.data.rewards import check_functions
+from rolepool.data.rewards import PYTHON_FUNCTION, functions_of
 from rolepool.data.rules import rules_for
 from rolepool.errors import ConfigError, DataError, RolepoolError, explained
 
@@ -46,8 +46,11 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
 def find_problems(config: Config) -> list[str]:
     """Problems with files of prompts, the first row of each, and files of reward functions; one line each."""
     keys = ("data.train_files", "data.val_files")
-    checks = [partial(_check_file, path, key, config) for key in keys for path in config.at(key)]
-    checks += [] if config.reward_model.enable else [partial(check_functions, config)]
+    checks: list[Callable[[], object]] = [
+        partial(_check_file, path, key, config) for key in keys for path in config.at(key)
+    ]
+    has_functions = not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION
+    checks += [partial(functions_of, config)] if has_functions else []
     problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
     for check in checks:
         try:
@@ -132,7 +135,7 @@ def used_columns(row: Row, source: str, config: Config) -> Row:
     others = {name: value for name, value in row.items() if name not in named}
     answer = {} if data.answer_key is None else {"ground_truth": row.get(data.answer_key)}
     return {
-        "prompt": _with_system_prompt(row[data.prompt_key], data.system_prompt),
+        "raw_prompt": _with_system_prompt(row[data.prompt_key], data.system_prompt),
         "data_source": row.get("data_source") or source,
         "reward_model": {**(row.get("reward_model") or {}), **answer},
         "extra_info": {**others, **(row.get("extra_info") or {})},

@@ -32,7 +32,7 @@ from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, one_line
 from rolepool.protocol import DataProto
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, rows_of_responses
+from rolepool.protocol.columns import INPUT_IDS, TOKENS, rows_of_responses
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,8 @@ class PromptSet:
         """The prompts with these numbers, as columns. `origin` is a row's place in the files, for error messages."""
         row_numbers = self._rows[list(numbers)].tolist()
         rows = [self._parse(number) for number in row_numbers]
-        names = ("data_source", "reward_model", "extra_info", "origin")
         all_ids = [self._token_ids[self._starts[row] : self._starts[row + 1]].tolist() for row in row_numbers]
-        prompts = {"raw_prompt": [row["prompt"] for row in rows], "raw_prompt_ids": all_ids}
-        return {**{name: [row[name] for row in rows] for name in names}, **prompts}
+        return {**{name: [row[name] for row in rows] for name in rows[0]}, "raw_prompt_ids": all_ids}
 
     def check_vocabulary(self, model: str, size: int) -> None:
         """Raise DataError if a prompt has a token id that a model of this vocabulary size does not have. `model` is the
@@ -155,7 +153,7 @@ class PromptSet:
 
     def _with_text(self, row: Row) -> Row:
         """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
-        text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
+        text, is_chat = row["raw_prompt"], not isinstance(row["raw_prompt"], str)
         if is_chat:
             text = render_chat(self._tokenizer, text, row["origin"], **self._template_options)
         return {**row, "is_chat": is_chat, "text": text}

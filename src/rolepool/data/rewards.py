@@ -147,7 +147,6 @@ class FunctionInFile(NamedTuple):
 
     def load(self) -> RewardFunction:
         """Run the file. Raises ConfigError if the function cannot be called like a reward function."""
-        self.check()
         module = ModuleType(f"rolepool_custom_reward_{self.file.stem}")
         module.__file__ = str(self.file)
         sys.modules[module.__name__] = module  # dataclasses and pickle look for the module there
@@ -181,13 +180,14 @@ class FunctionInFile(NamedTuple):
 
 
 def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
-    """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError."""
+    """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError if a rule
+    does not exist or a file of the user has no such function. Does not run the files."""
     custom = config.custom_reward_function
-    if custom.path is not None:
+    functions: dict[str, FunctionInFile | RewardFunction] = {}
+    if custom.path is not None:  # then there are no other functions
         file = Path(custom.path).expanduser().absolute()
         setting = f"custom_reward_function.path={file}"
-        return {custom.name: FunctionInFile(file, custom.name, setting, custom.reward_kwargs)}
-    functions: dict[str, FunctionInFile | RewardFunction] = {}
+        functions[custom.name] = FunctionInFile(file, custom.name, setting, custom.reward_kwargs)
     for text in (entry.function for entry in config.reward.functions):
         setting = f"reward.functions={text}"
         path, _, name = text.rpartition(":")
@@ -199,16 +199,10 @@ def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
             functions[name] = RewardFunction(partial(score_by_rule, rule=RULES[text]), f"rule {text}")
         else:
             functions[name] = FunctionInFile(Path(path).expanduser().absolute(), name, setting)
-    return functions
-
-
-def check_functions(config: Config) -> None:
-    """Raise ConfigError if a rule does not exist or a file of the user has no such function. Does not run the file."""
-    if config.custom_reward_function.path == PYTHON_FUNCTION:
-        return
-    for function in functions_of(config).values():
+    for function in functions.values():
         if isinstance(function, FunctionInFile):
             function.check()
+    return functions
 
 
 def load_reward_function(config: Config, given: Callable[..., Any] | None = None) -> RewardFunction:

@@ -22,7 +22,7 @@ from rolepool.errors import RolepoolError
 from rolepool.models.sharding import PACKED, TOKEN_SCORES, compiled_for_weight
 from rolepool.placement.estimate import LOGITS_AT_ONCE
 from rolepool.protocol.batching import IS_PADDING_KEY
-from rolepool.protocol.ragged import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
+from rolepool.protocol.columns import INPUT_IDS, NUM_PROMPT_TOKENS, offsets_of, ragged, ragged_parts, sampled_mask
 
 Inputs = dict[str, Any]
 """Arguments of a model's forward pass."""

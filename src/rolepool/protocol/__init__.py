@@ -4,11 +4,10 @@ Does not import ray.
 """
 
 from .batching import collate_fn, fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
-from .columns import RowIndexError, union_numpy_dict, union_tensor_dict
+from .columns import RowIndexError, pad_ragged, ragged, union_numpy_dict, union_tensor_dict, unpad
 from .data import DataProto, DataProtoItem
 from .encoding import Encoded, encode
 from .futures import CallFuture, DataProtoFuture
-from .ragged import pad_ragged, ragged, unpad
 from .worker import Dispatch, Execute, Worker, WorkerContext, make_nd_compute_dataproto_dispatch_fn, register
 
 DataProtoConfig = DataProto

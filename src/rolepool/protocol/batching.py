@@ -8,9 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from rolepool.errors import DataError
-from rolepool.protocol.columns import Columns, describe
+from rolepool.protocol.columns import Columns, describe, is_ragged, ragged
 from rolepool.protocol.data import DataProto, DataProtoItem
-from rolepool.protocol.ragged import is_ragged, ragged
 
 IS_PADDING_KEY = "is_padding"
 
@@ -21,8 +20,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     The padding rows are full copies, also of the masks. That is right for forward passes whose result is shortened by
     `unpad_dataproto`, and wrong for updates and metrics (see `pad_rows`). A batch that fits is returned unchanged.
     """
-    if size_divisor < 1:
-        raise DataError(f"size_divisor is {size_divisor}; it must be at least 1")
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0

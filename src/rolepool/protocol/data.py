@@ -9,7 +9,7 @@ or removing a key of a result never changes its source. `select`, `slice`, `chun
 tensors and arrays with the source; operations that gather or join rows copy them (`select_idxs`, `repeat`, `concat`,
 `padding`). `union`, `pop`, `rename`, `reorder`, `padding` and `to` change the batch they are called on.
 
-Columns with a number per token are ragged (see `ragged`); `to_padded` makes the padded columns that verl's code reads.
+Columns with a number per token are ragged (see `columns`); `to_padded` makes the padded columns that verl's code reads.
 
 Does not know processes or files: `encoding` turns a batch into shared-memory buffers or into a file.
 """
@@ -33,9 +33,8 @@ from torch.utils.data import DataLoader
 
 from rolepool.errors import DataError
 from rolepool.protocol import columns as operations
-from rolepool.protocol.columns import Arrays, Columns, RowIndexError
+from rolepool.protocol.columns import INPUT_IDS, TOKENS, Arrays, Columns, flat_values, is_ragged, pad_ragged
 from rolepool.protocol.encoding import Encoded, encode, load_parts, save_parts
-from rolepool.protocol.ragged import INPUT_IDS, TOKENS, flat_values, is_ragged, num_bytes, pad_ragged, split_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ class DataProto:
     def print_size(self, prefix: str = "") -> str:
         """Log and return how many bytes the tensors and arrays take. An object counts as a reference (8 bytes)."""
         parts = ({} if self.batch is None else self.batch, self.non_tensor_batch)
-        sizes = [sum(map(num_bytes, part.values())) for part in parts]
+        sizes = [sum(map(operations.num_bytes, part.values())) for part in parts]
         text = f"{len(self)} rows, batch {sizes[0] / 2**20:.2f} MiB, non_tensor_batch {sizes[1] / 2**20:.2f} MiB"
         text = f"{prefix}, {text}" if prefix else text
         logger.info(text)
@@ -227,7 +226,7 @@ class DataProto:
         if type(item) is not int:
             return self.select_idxs(item)
         if item not in range(-len(self), len(self)):
-            raise RowIndexError(f"the batch has {len(self)} rows; there is no row {item}")
+            raise operations.RowIndexError(f"the batch has {len(self)} rows; there is no row {item}")
         row = item % len(self)
         columns = operations.take_rows(self.columns(), builtins.slice(row, row + 1))
         ragged = frozenset(key for key, column in columns.items() if is_ragged(column))
@@ -263,8 +262,6 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Every row `repeat_times` times, in the order 0 0 1 1 if `interleave` is true, else 0 1 0 1."""
-        if repeat_times < 0:
-            raise DataError(f"rows cannot be repeated {repeat_times} times")
         rows = torch.arange(len(self))
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
@@ -404,7 +401,7 @@ class DataProto:
         """
         columns = self.columns()
         if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
-            prompts, responses = split_tokens(columns)
+            prompts, responses = operations.split_tokens(columns)
             prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
             response_ids = pad_ragged(responses, response_width, value=pad_token_id)
             prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")

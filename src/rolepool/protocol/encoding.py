@@ -42,7 +42,7 @@ from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError
 from rolepool.files import atomic_path
-from rolepool.protocol.ragged import is_ragged, ragged_from_parts, ragged_parts
+from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
 
 logger = logging.getLogger(__name__)
 
@@ -235,16 +235,13 @@ def save_parts(filepath: str | os.PathLike[str], batch: Any, arrays: dict[str, A
 
 def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The batch, arrays and meta_info that `save_parts` wrote."""
-    path = Path(filepath)
-    if not path.is_file():
-        raise DataError(f"there is no batch to load at {path}")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(filepath, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
             texts = {name: json.loads(text) for name, text in file.metadata().items()}
         names, array_names = texts["keys"]
-    except (safetensors.SafetensorError, AttributeError, KeyError, ValueError) as error:
-        raise DataError(f"{path} is not a file that save_to_disk wrote: {error}") from error
+    except (OSError, safetensors.SafetensorError, AttributeError, KeyError, ValueError) as error:
+        raise DataError(f"{filepath} is not a file that save_to_disk wrote: {error}") from error
 
     def stored(name: str) -> Any:
         if name in texts:

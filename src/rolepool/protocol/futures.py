@@ -156,12 +156,9 @@ class CallFuture:
 
     def __init__(self, calls: Sequence[Pending], collect: Callable[[list[Any]], Any]) -> None:
         self.calls = tuple(calls)
-        self.collect = collect
-
-    @property
-    def sources(self) -> Iterable[Pending]:
+        self.sources: Iterable[Pending] = self.calls
         """The calls whose results it contains."""
-        return self.calls
+        self.collect = collect
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait for every rank and return the result. Raises WorkerError if a rank failed or died."""
@@ -215,10 +212,7 @@ class DataProtoFuture(CallFuture):
         super().__init__(calls, collect_batches)
         self._is_plain = stripes is None
         self.stripes = (Stripe(self.calls),) if stripes is None else tuple(stripes)
-
-    @property
-    def sources(self) -> Iterable[Pending]:
-        return [call for stripe in self.stripes if isinstance(stripe.source, tuple) for call in stripe.source]
+        self.sources = [call for one in self.stripes if isinstance(one.source, tuple) for call in one.source]
 
     def get(self, timeout_s: float | None = None, keys: Iterable[str] | None = None) -> Any:
         """Wait for the batch, fetch it (only these keys, if they are given) and return it.
@@ -248,8 +242,7 @@ class DataProtoFuture(CallFuture):
     def reorder(self, indices: Sequence[int] | npt.NDArray[Any]) -> DataProtoFuture:
         """The rows with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
-        orders = [rows if stripe.order is None else stripe.order[rows] for stripe in self.stripes]
-        stripes = [stripe._replace(order=order) for stripe, order in zip(self.stripes, orders, strict=True)]
+        stripes = [one._replace(order=rows if one.order is None else one.order[rows]) for one in self.stripes]
         return DataProtoFuture(self.calls, stripes)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:

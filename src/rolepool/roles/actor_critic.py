@@ -16,7 +16,7 @@ from rolepool.models.sharding import whole
 from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
-from rolepool.protocol.ragged import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
+from rolepool.protocol.columns import MASKED_TOKENS, RESPONSE_MASK, TOKENS, flat_values
 from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")

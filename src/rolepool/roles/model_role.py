@@ -36,7 +36,7 @@ from rolepool.placement.checks import roomier_divisions
 from rolepool.placement.estimate import MicroBatch, default_micro_batches, shape_of
 from rolepool.placement.roles import ROLE_SPECS, Role
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.ragged import INPUT_IDS, MASKED_TOKENS, RESPONSE_MASK, flat_values, is_ragged, lengths_of
+from rolepool.protocol.columns import INPUT_IDS, MASKED_TOKENS, RESPONSE_MASK, flat_values, is_ragged, lengths_of
 from rolepool.protocol.worker import part, work_of
 
 Compute = Callable[[TokenRows], Mapping[str, Tensor]]

@@ -22,7 +22,7 @@ from rolepool.models.training import FrozenModel
 from rolepool.placement import Role
 from rolepool.placement.roles import longest_row
 from rolepool.protocol import DataProto, Dispatch, Worker, register
-from rolepool.protocol.ragged import ENVIRONMENT_SCORE, INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
+from rolepool.protocol.columns import ENVIRONMENT_SCORE, INPUT_IDS, TOKENS, ragged, ragged_parts, rows_of_responses
 from rolepool.roles.model_role import ModelRole, Setup
 
 

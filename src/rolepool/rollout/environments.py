@@ -27,7 +27,7 @@ from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
 from rolepool.data.tools import Outcome
 from rolepool.errors import DataError, RolepoolError, one_line
 from rolepool.protocol import DataProto, ragged
-from rolepool.protocol.ragged import ENVIRONMENT_SCORE, INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK, TURN_SCORES
+from rolepool.protocol.columns import ENVIRONMENT_SCORE, INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK, TURN_SCORES
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling, Session
 from rolepool.seeds import derive_seed
 

@@ -22,7 +22,7 @@ from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import Span, driver_span
 from rolepool.protocol import DataProto, DataProtoFuture, pad_ragged, unpad
-from rolepool.protocol.ragged import ENVIRONMENT_SCORE, RESPONSE_MASK, TURN_SCORES, sampled_mask
+from rolepool.protocol.columns import ENVIRONMENT_SCORE, RESPONSE_MASK, TURN_SCORES, sampled_mask
 
 
 @dataclass(frozen=True)

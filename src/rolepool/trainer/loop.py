@@ -32,7 +32,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import DataProtoFuture
-from rolepool.protocol.ragged import TOKENS
+from rolepool.protocol.columns import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source

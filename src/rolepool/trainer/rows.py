@@ -16,7 +16,7 @@ from rolepool.metrics.validation import ScoredResponse, validation_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS
 from rolepool.protocol import DataProto
-from rolepool.protocol.ragged import TOKENS, rows_of_responses
+from rolepool.protocol.columns import TOKENS, rows_of_responses
 from rolepool.trainer.advantages import Estimated, describe, repeated, reward_numbers
 from rolepool.trainer.step import Roles, StepCalls, update_orders
 
