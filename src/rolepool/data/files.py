@@ -45,10 +45,8 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
 
 def find_problems(config: Config) -> list[str]:
     """Problems with files of prompts, the first row of each, and files of reward functions; one line each."""
-    keys = ("data.train_files", "data.val_files")
-    checks: list[Callable[[], object]] = [
-        partial(_check_file, path, key, config) for key in keys for path in config.at(key)
-    ]
+    files = [(path, key) for key in ("data.train_files", "data.val_files") for path in config.at(key)]
+    checks: list[Callable[[], object]] = [partial(_check_file, path, key, config) for path, key in files]
     has_functions = not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION
     checks += [partial(functions_of, config)] if has_functions else []
     problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
@@ -190,7 +188,7 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
     return Rows(file.stem, len(starts), read)
 
 
-def _rows_of_table(name: str, source: str, num_rows: int, row: Callable[[int], Row]) -> Rows:
+def _rows_of_table(name: str | Path, source: str, num_rows: int, row: Callable[[int], Row]) -> Rows:
     return Rows(source, num_rows, lambda number: (f"{name}, row {number} (the first is 0)", row(number)))
 
 
@@ -211,8 +209,7 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
         parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
         first = islice(parquet.iter_batches(batch_size=max_rows or 1), 1)
         table = parquet.read() if max_rows is None else pyarrow.Table.from_batches(first, parquet.schema_arrow)
-        name, source = str(file), file.stem
-        return _rows_of_table(name, source, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
+        return _rows_of_table(file, file.stem, table.num_rows, lambda number: table.slice(number, 1).to_pylist()[0])
 
 
 _HUB_NAME = re.compile(r"hf:([^:]+)(?::([^:\[]+))?:([^:\[]+(?:\[.*\])?)")

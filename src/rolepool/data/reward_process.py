@@ -119,10 +119,9 @@ class ScoringProcess(ChildProcess):
         """Score what arrives, until the parent ends."""
         while True:
             for name, inputs in channel.recv():
-                outcome: Scored | RewardError
                 try:
-                    outcome = self._reward.score(name, **inputs)
+                    outcome = pickle.dumps(self._reward.score(name, **inputs))
                 except RewardError as error:
-                    outcome = error
+                    outcome = pickle.dumps(error)
                 sys.stdout.flush()
-                channel.send_bytes(pickle.dumps(outcome))  # as `send` does, but faster
+                channel.send_bytes(outcome)  # as `send` does, but faster

@@ -381,10 +381,9 @@ class DataProto:
             raise DataError(f"a union needs equally many rows, not {mine} and {theirs}")
         meta_info = self.meta_info | operations.additions(self.meta_info, other.meta_info)
         arrays = operations.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
-        if self.batch is None:
-            self.batch = None if other.batch is None else other.batch.clone(recurse=False)
-        elif other.batch is not None:
-            operations.union_tensor_dict(self.batch, other.batch)
+        if other.batch is not None:
+            empty = TensorDict({}, other.batch.batch_size, device=other.batch.device)
+            self.batch = operations.union_tensor_dict(empty if self.batch is None else self.batch, other.batch)
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
 

@@ -253,8 +253,7 @@ def load_parts(filepath: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], d
     columns = {key: stored(f"batch/{key}") for key in names}
     arrays = {key: np.asarray(stored(f"arrays/{key}")) for key in array_names}
     meta_info = {name[10:]: value for name, value in texts.items() if name.startswith("meta_info/")}
-    batch_size = texts["batch_size"]
-    return None if batch_size is None else TensorDict(columns, batch_size), arrays, meta_info
+    return None if texts["batch_size"] is None else TensorDict(columns, texts["batch_size"]), arrays, meta_info
 
 
 def _as_json(name: str, value: Any) -> str:

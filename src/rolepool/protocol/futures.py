@@ -55,6 +55,14 @@ class Reply(NamedTuple):
         """The process and method that replied, for messages."""
         return f"{self.span.pool} rank {self.span.rank} ({self.span.role}.{self.span.method}, node {self.span.node})"
 
+    @property
+    def batch(self) -> BatchHeader:
+        """The header of a reply that must be a batch."""
+        if self.header is None:
+            kind = "None" if self.value is None else f"a {type(self.value.decode()).__name__}"
+            raise DataError(f"{self.maker} returned {kind}; it must return a DataProto")
+        return self.header
+
 
 def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
     """The value and the header of the reply for a result, and the large columns, which must be stored."""
@@ -83,25 +91,14 @@ def values_of(replies: Iterable[Reply], fetch: Fetch) -> list[Any]:
     ]
 
 
-def headers_of(replies: Iterable[Reply]) -> list[BatchHeader]:
-    """The headers of replies that must be batches."""
-    headers = []
-    for reply in replies:
-        if reply.header is None:
-            kind = "None" if reply.value is None else f"a {type(reply.value.decode()).__name__}"
-            raise DataError(f"{reply.maker} returned {kind}; it must return a DataProto")
-        headers.append(reply.header)
-    return headers
-
-
 def count_rows(replies: Iterable[Reply]) -> int:
     """The number of rows of the batch that consists of the replies."""
-    return sum(header.num_rows for header in headers_of(replies))
+    return sum(reply.batch.num_rows for reply in replies)
 
 
 def gather_rows(replies: Sequence[Reply], rows: RowNumbers | None, keys: Keys, fetch: Fetch) -> DataProto:
     """These rows (None: all) of the batch that consists of the replies. Only replies with such rows are fetched."""
-    headers = headers_of(replies)
+    headers = [reply.batch for reply in replies]
     ends = np.cumsum([header.num_rows for header in headers])
     rows = np.arange(ends[-1]) if rows is None else rows
     if len(rows) and not 0 <= rows.min() <= rows.max() < ends[-1]:

@@ -177,8 +177,7 @@ def register(
         raise DataError(f"dispatch_mode is {dispatch_mode!r}; it must be {needed}")
     if not isinstance(execute_mode, Execute):
         raise DataError(f"execute_mode is {execute_mode!r}; it must be an Execute")
-    keys = None if reads is None else frozenset(reads)
-    spec = MethodSpec(dispatch_mode, execute_mode, blocking, keys, **custom)
+    spec = MethodSpec(dispatch_mode, execute_mode, blocking, None if reads is None else frozenset(reads), **custom)
 
     def mark(method: Method) -> Method:
         if "blocking" in inspect.signature(method).parameters:
