@@ -45,18 +45,15 @@ class Server:
             params = SamplingParams(logprobs=0, detokenize=False, **ends, **settings)
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
-    def run(self, num_steps: int | None) -> list[tuple[int, list[int], list[float]]]:
-        """Decode so many times; None decodes until all requests have ended. Returns number, tokens and log-probs of
-        those that have ended."""
-        ended: list[Any] = []
-        while num_steps != 0 and self._engine.has_unfinished_requests():
-            ended.extend(output for output in self._engine.step() if output.finished)
-            num_steps = None if num_steps is None else num_steps - 1
+    def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
+        """Decode so many times. Returns number, tokens and log-probs of the requests that have ended."""
         answers = []
-        for output in ended:
-            tokens = list(output.outputs[0].token_ids)
-            pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
-            answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
+        while num_steps > 0 and self._engine.has_unfinished_requests():
+            num_steps -= 1
+            for output in self._engine.step():  # FINAL_ONLY: there is none before a request has ended
+                tokens = list(output.outputs[0].token_ids)
+                pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
+                answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
         return answers
 
     def abort(self, numbers: Sequence[int]) -> None:
