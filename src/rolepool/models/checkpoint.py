@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
@@ -92,10 +91,6 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     """
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
-    if dist.is_initialized():
-        dist.barrier()  # no rank writes before all have checked the folder
     tensors = all_tensors(trained)
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
@@ -167,9 +162,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
     weights: dict[str, Tensor] = model.state_dict()
     every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for tied in every_name - {name for name, _ in model.named_parameters()}:
-        weights.pop(tied, None)
-    return weights
+    tied = every_name - {name for name, _ in model.named_parameters()}
+    return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
@@ -227,10 +221,8 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
             pass
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
-    for name, tensor in tensors.items():
-        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise ConfigError(f"{folder}: {name} is incomplete; a file is missing")
-    num_bytes = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values())
+    sizes = ((chunk.sizes.numel(), tensor.properties.dtype) for tensor in tensors.values() for chunk in tensor.chunks)
+    num_bytes = sum(num_elements * dtype.itemsize for num_elements, dtype in sizes)
     if num_bytes != ranks[0].num_bytes:
         raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
     return ranks, tensors

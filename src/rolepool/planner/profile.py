@@ -84,8 +84,7 @@ class Seconds(NamedTuple):
     variance: float
 
 
-@dataclass(frozen=True)
-class LinearCost:
+class LinearCost(NamedTuple):
     """The time of some kind of work as a linear function of its features; no coefficient is negative."""
 
     coefficients: Array

@@ -7,8 +7,7 @@ This costs vocabulary x hidden weights per rank. Does not know how a layer is co
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,8 +62,7 @@ class Shard:
         return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
 
 
-@dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(NamedTuple):
     """The ranks that share one copy of the weights. All must make the same calls in the same order."""
 
     size: int = 1
