@@ -165,5 +165,5 @@ def test_settings_that_mean_nothing_are_refused_by_name(section: str, setting: s
 
 
 def test_a_response_without_tokens_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="^data.max_response_length=0: "):
+    with pytest.raises(ConfigError, match=r"^data\.max_response_length=0: "):
         load_config([], ["data.max_response_length=0"])
