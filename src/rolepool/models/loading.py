@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rolepool.config import Config
 from rolepool.config.model_files import why_no_model
-from rolepool.config.model_keys import CriticModelConfig, PolicyModelConfig
+from rolepool.config.model_keys import PolicyModelConfig, RewardModelModelConfig
 from rolepool.errors import ConfigError, explained, first_few
 from rolepool.models.packing import add_token_scores
 from rolepool.models.sharding import PACKED
@@ -54,9 +54,9 @@ def read_model_config(config: Config, section: str, **entries: Any) -> transform
 
 
 def _is_trusted(config: Config, section: str) -> bool:
-    """Whether code from a model's folder may run. A critic has no key for it."""
+    """Whether code from a model's folder may run. Only a reward model has a key of its own for it."""
     keys = config.at(section)
-    return bool((config.actor_rollout_ref.model if isinstance(keys, CriticModelConfig) else keys).trust_remote_code)
+    return (keys if isinstance(keys, RewardModelModelConfig) else config.actor_rollout_ref.model).trust_remote_code
 
 
 def load_policy(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:

@@ -24,7 +24,7 @@ from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, shape_of
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Seconds, Work, ranks_of
+from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Recording, Seconds, Work, ranks_of
 
 INTERVAL = 1.64
 """Standard deviations on each side of a prediction: nine of ten results of the model are inside."""
@@ -206,9 +206,7 @@ class Predictor:
         if unknown := [name for name in self.speeds if name not in known]:
             names = ", ".join(sorted(known))
             raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
-        self._efficiency: dict[bool, float] = {}
-        for shared in self.profile.sharing:
-            self._efficiency[shared.plan.mps] = self._fit_sharing(self.profile.recordings.index(shared))
+        self._efficiency = {shared.plan.mps: self._fit_sharing(shared) for shared in self.profile.sharing}
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""
@@ -311,10 +309,10 @@ class Predictor:
             return partial(_core_rate, plan, self.num_cores)
         return None
 
-    def _fit_sharing(self, position: int) -> float:
+    def _fit_sharing(self, shared: Recording) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
-        (config, plan, _), measured_s = self.profile.recordings[position], self.profile.step_s[position]
+        (config, plan, _), measured_s = shared, shared.step_s
         memory, schedule = self.memory(config, plan), self.schedule_of(config)
         times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
         simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)
