@@ -23,7 +23,9 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # ty
 class Server:
     """The calls that can be made."""
 
-    def __init__(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+    def start(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+        """The first call. The others need what it makes."""
+
         class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # its base is in the other environment
             """Runs one rank. All ranks of the group get the same calls."""
 
@@ -96,16 +98,14 @@ def _reload(worker: Any, file: str) -> None:
 
 def main() -> None:
     connection: Any = Connection(int(sys.argv[1]))
-    server: Any = None
+    server = Server()
     while True:
         try:
             name, arguments = connection.recv()
         except EOFError:  # the engine has ended
             os._exit(0)
         try:
-            answer = (Server if name == "start" else getattr(server, name))(*arguments)
-            server, answer = (answer, None) if name == "start" else (server, answer)
-            connection.send((answer, None))
+            connection.send((getattr(server, name)(*arguments), None))
         except Exception as error:
             connection.send((None, "".join(traceback.format_exception(error))))
 
