@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from rolepool.config import Config, load_config
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -70,3 +72,8 @@ def write_model(folder: Path, model_type: str, tokenizer_of: Path | None = None,
         changes = {"vocab_size": len(tokenizer), **changes}
     make_model(model_type, **changes).save_pretrained(folder)
     return str(folder)
+
+
+def config_of(folder: str) -> Config:
+    """A config with the model of this folder."""
+    return load_config([], [f"actor_rollout_ref.model.path={folder}"]).config

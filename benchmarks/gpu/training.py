@@ -185,9 +185,9 @@ def measure_critic(setting: Setting, results: Results) -> None:
 
 
 def plain_model(setting: Setting, *, is_critic: bool) -> TrainedModel:
-    loaded = {"dtype": torch.float32, "trust_remote_code": False, "packed": False}
-    path, keys = str(setting.model), setting.config.critic if is_critic else setting.config.actor_rollout_ref.actor
-    model = load_critic(path, **loaded) if is_critic else load_policy(path, overrides={}, **loaded)  # type: ignore[arg-type]
+    load = load_critic if is_critic else load_policy
+    model = load(setting.config, torch.float32, packed=False)
+    keys = setting.config.critic if is_critic else setting.config.actor_rollout_ref.actor
     fsdp = setting.config.actor_rollout_ref.actor.fsdp_config
     return TrainedModel(
         model,

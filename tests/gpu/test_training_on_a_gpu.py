@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolepool.algorithm.log_probs import LinearLogProbs
 from rolepool.algorithm.losses import LossCounts
 from rolepool.algorithm.policy_losses import compute_policy_loss_vanilla
 from rolepool.config import load_config
-from rolepool.models.packing import TokenRows, packed_attention, response_log_probs
+from rolepool.models.packing import LinearLogProbs, TokenRows, packed_attention, response_log_probs
 from rolepool.models.sharding import compiled_for_weight, has_compiler
 from rolepool.protocol import DataProto, ragged, unpad
 from rolepool.protocol.columns import flat_values

@@ -114,7 +114,7 @@ def change_state(checkpoint: Path) -> None:
         (no_random_states, "not a valid rank file"),
         (short_random_state, "not a valid rank file"),
         (another_step, "step=1000000000 is not the step of its folder"),
-        (many_ranks, "missing"),
+        (many_ranks, "No such file or directory"),
         (nested_state, "trainer"),
         (nested_rank_file, "not a valid rank file"),
         (spoil_hashes, "not a list of hashes"),

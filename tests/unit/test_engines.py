@@ -26,7 +26,7 @@ from rolepool.protocol.worker import WorkerContext
 from rolepool.rollout import NativeEngine, Request, Sampling, sample_seed
 from rolepool.rollout.transformers_engine import TransformersEngine, transformers_engine
 from rolepool.rollout.vllm_engine import VllmEngine, file_weights
-from tiny_models import SETTINGS, make_model, write_model
+from tiny_models import SETTINGS, config_of, make_model, write_model
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm/bin/python"))
 SAMPLED = Sampling(1.0, 1.0, -1, do_sample=True, max_new_tokens=20, ignore_eos=True, stop_token_ids=())
@@ -100,11 +100,12 @@ def test_native_and_transformers_choose_the_same_tokens() -> None:
 
 def test_the_transformers_engine_generates_with_the_weights_of_a_packed_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "gemma3_text")
-    trained: Any = load_policy(folder, dtype=torch.float32, trust_remote_code=False, overrides={}, packed=True)
-    config = load_config([], [f"actor_rollout_ref.model.path={folder}"]).config
-    engine = transformers_engine(config, WorkerContext(), lambda: pytest.fail("loads a second copy"), trained)
+    trained: Any = load_policy(config_of(folder), torch.float32, packed=True)
+    engine = transformers_engine(
+        config_of(folder), WorkerContext(), lambda: pytest.fail("loads a second copy"), trained
+    )
     assert engine.shared_weights
-    plain = load_policy(folder, dtype=torch.float32, trust_remote_code=False, overrides={}, packed=False)
+    plain = load_policy(config_of(folder), torch.float32, packed=False)
     with torch.no_grad():
         for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
             ours.mul_(1.1)  # as an update does
@@ -137,12 +138,11 @@ def rows() -> TokenRows:
 @pytest.mark.parametrize("model_type", sorted(PACKABLE_TYPES))
 def test_models_that_may_be_packed_compute_as_if_they_were_not(tmp_path: Path, model_type: str) -> None:
     folder = write_model(tmp_path, model_type)
-    settings: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    policies = [load_policy(folder, **settings, overrides={}, packed=packed) for packed in (False, True)]
+    policies = [load_policy(config_of(folder), torch.float32, packed=packed) for packed in (False, True)]
     critics = []
     for packed in (False, True):
         torch.manual_seed(0)  # of the new head
-        critics.append(load_critic(folder, **settings, packed=packed))
+        critics.append(load_critic(config_of(folder), torch.float32, packed=packed))
     with torch.no_grad():
         padded, packed_ = (
             response_log_probs(model, rows(), temperature=0.9, packed=is_packed)
@@ -156,7 +156,7 @@ def test_models_that_may_be_packed_compute_as_if_they_were_not(tmp_path: Path, m
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "cohere", "gpt2"])
 def test_log_probs_follow_what_a_model_does_to_its_logits(tmp_path: Path, model_type: str) -> None:
     folder = write_model(tmp_path, model_type)
-    policy: Any = load_policy(folder, dtype=torch.float32, trust_remote_code=False, overrides={}, packed=False)
+    policy: Any = load_policy(config_of(folder), torch.float32, packed=False)
     got = response_log_probs(policy, rows(), temperature=0.9, packed=False)
     expected = []
     for ids, (_, num_new) in zip(rows().ids.split([sum(row) for row in LENGTHS]), LENGTHS, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from rolepool.algorithm.log_probs import LinearLogProbs
+from rolepool.models.packing import LinearLogProbs
 
 TOKENS, SIZE, VOCABULARY = 7, 4, 11
 

@@ -39,15 +39,17 @@ def model(language_model: Path, tmp_path: Path) -> Path:
 
 
 def policy(path: Path, **overrides: int) -> nn.Module:
-    return load_policy(str(path), dtype=torch.float32, trust_remote_code=False, overrides=dict(overrides))
+    keys = {"path": str(path), "override_config": overrides}
+    return load_policy(load_config([{"actor_rollout_ref": {"model": keys}}], []).config, torch.float32, packed=False)
 
 
 def critic(path: Path) -> nn.Module:
-    return load_critic(str(path), dtype=torch.float32, trust_remote_code=False, packed=False)
+    return load_critic(load_config([], [f"critic.model.path={path}"]).config, torch.float32, packed=False)
 
 
 def reward_model(path: Path) -> nn.Module:
-    return load_reward_model(str(path), dtype=torch.float32, trust_remote_code=False)
+    config = load_config([], [f"reward_model.model.path={path}"]).config
+    return load_reward_model(config, "reward_model.model", torch.float32)
 
 
 def refusal(load: Callable[[], object]) -> str:

@@ -14,6 +14,7 @@ from rolepool.errors import RolepoolError
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_log_probs, response_values
 from rolepool.protocol import pad_ragged, ragged
+from tiny_models import config_of
 
 VOCABULARY = 40
 WINDOW = 3
@@ -46,7 +47,7 @@ def rows() -> TokenRows:
 
 
 def load(path: str, packed: bool) -> nn.Module:
-    return load_policy(path, dtype=torch.float64, trust_remote_code=False, overrides={}, packed=packed)
+    return load_policy(config_of(path), torch.float64, packed=packed)
 
 
 def scores_and_gradients(path: str, *, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,7 +127,7 @@ def test_values_of_response_tokens_become_padded_and_ragged() -> None:
 def test_values_of_a_model_in_16_bits_are_in_32(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     for packed, dtype in ((True, torch.float16), (False, torch.float16), (False, torch.float64)):
-        model = load_critic(path, dtype=dtype, trust_remote_code=False, packed=packed)
+        model = load_critic(config_of(path), dtype, packed=packed)
         values = response_values(model, rows(), packed=packed)
         assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 

@@ -40,7 +40,7 @@ def predicted(profile: Profile, words: str, **options: object) -> Prediction:
 
 
 def measured_s(words: str) -> float:
-    return Profile([record(words)]).step_s[0]
+    return record(words).step_s
 
 
 # Work

@@ -377,7 +377,7 @@ def test_of_tied_weights_one_name_is_enough() -> None:
         (lambda named: named.clear(), r"21 of 21 are missing: .*embed_tokens\.weight, .* and 16 more"),
         (
             lambda named: named.update({"model.norm.wait": torch.zeros(1)}),
-            r"model\.norm\.wait is not a weight of this model; the nearest is model\.norm\.weight",
+            r"model\.norm\.wait is not a weight of this model$",
         ),
         (
             lambda named: named.update({"model.norm.weight": torch.zeros(31)}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.rollout import Sampling, sample_seed
 from rolepool.rollout.sampling import choose, filter_logits, seed_streams, uniforms
@@ -156,16 +157,13 @@ def test_a_sample_seed_depends_on_every_part_and_not_on_numpy() -> None:
     assert sample_seed(1, "prompt", 3) == 8080837054629534262
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused_by_name(settings: dict[str, float], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        with_settings(**settings)
+@pytest.mark.parametrize("section", ["actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"])
+@pytest.mark.parametrize("setting", ["temperature=-1.0", "top_p=0.0", "top_p=1.5", "top_k=0"])
+def test_settings_that_mean_nothing_are_refused_by_name(section: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{section}.{setting}: "):
+        load_config([], [f"{section}.{setting}"])
+
+
+def test_a_response_without_tokens_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.max_response_length=0: "):
+        load_config([], ["data.max_response_length=0"])

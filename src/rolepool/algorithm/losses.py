@@ -15,8 +15,7 @@ ranks are averaged (the default of DDP and FSDP), multiply the loss by the numbe
 without a 1 in `response_mask` are padding: they add nothing and are not counted.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -109,8 +108,7 @@ def masked_kl_penalty(logprob: Tensor, ref_logprob: Tensor, response_mask: Tenso
     return kl_penalty(keep_masked(logprob, response_mask), keep_masked(ref_logprob, response_mask), estimator)
 
 
-@dataclass(frozen=True)
-class LossCounts:
+class LossCounts(NamedTuple):
     """The divisors of a mini-batch's losses: plain numbers, the same on every rank."""
 
     num_tokens: int

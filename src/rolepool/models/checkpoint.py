@@ -25,12 +25,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
@@ -54,7 +53,7 @@ STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
 _logger = logging.getLogger(__name__)
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
-_RANK_FILE = re.compile(r"rank_\d{5,}_of_\d{5,}\.json")
+_RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
 _HASHES = ".sha256"
 _INVALID = (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError)
 """What parsing a file and restoring a random state raise if the file is damaged (RecursionError: deeply nested)."""
@@ -92,10 +91,6 @@ def save_trained(trained: TrainedModel, folder: Path, *, file_bytes: int = FILE_
     """
     rank, num_ranks = rank_and_count()
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ConfigError(f"{folder}: not empty; a checkpoint is saved into a new folder")
-    if dist.is_initialized():
-        dist.barrier()  # no rank writes before all have checked the folder
     tensors = all_tensors(trained)
     bytes_so_far = list(accumulate(tensor.nbytes for tensor in tensors.values()))
     file_of = {name: 1 + end // file_bytes for name, end in zip(tensors, bytes_so_far, strict=True)}
@@ -167,9 +162,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     # Reading the state dict also makes FSDP2 reshard parameters that a forward pass gathered.
     weights: dict[str, Tensor] = model.state_dict()
     every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for tied in every_name - {name for name, _ in model.named_parameters()}:
-        weights.pop(tied, None)
-    return weights
+    tied = every_name - {name for name, _ in model.named_parameters()}
+    return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def all_tensors(trained: TrainedModel) -> dict[str, Tensor]:
@@ -207,19 +201,18 @@ def _misfits(saved: Saved, trained: TrainedModel) -> Iterator[str]:
 
 def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     """What is saved in a role's folder, by rank and by tensor. Raises ConfigError unless it is complete."""
-    names = sorted(path.name for path in folder.glob("rank_*_of_*.json") if _RANK_FILE.fullmatch(path.name))
-    if not names:
+    matches = (_RANK_FILE.fullmatch(path.name) for path in folder.glob("rank_*_of_*.json"))
+    counts = {int(match[1]) for match in matches if match is not None}
+    if not counts:
         raise ConfigError(f"{folder}: not a saved role; it has no rank_*_of_*.json")
-    num_ranks = int(names[0].removesuffix(".json").rsplit("_", 1)[1])
-    wanted = (rank_file(rank, num_ranks) for rank in range(num_ranks))
-    ConfigError.raise_if_any(islice((f"{folder / name}: missing" for name in wanted if name not in names), 3))
     ranks, fix = [], "copy the checkpoint again"
-    for name in names:
-        with explained(f"{folder / name}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
-            ranks.append(RankState.model_validate_json((folder / name).read_bytes()))
+    for rank in range(min(counts)):
+        file = folder / rank_file(rank, min(counts))
+        with explained(f"{file}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
+            ranks.append(RankState.model_validate_json(file.read_bytes()))
             restored.callback(set_random_state, random_state())
             set_random_state(ranks[-1].rng)  # fails if it is not a random state
-    if len(names) > num_ranks or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
+    if len(counts) > 1 or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
         raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
     for path in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
@@ -227,10 +220,8 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
             pass
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
-    for name, tensor in tensors.items():
-        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise ConfigError(f"{folder}: {name} is incomplete; a file is missing")
-    num_bytes = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors.values())
+    sizes = ((chunk.sizes.numel(), tensor.properties.dtype) for tensor in tensors.values() for chunk in tensor.chunks)
+    num_bytes = sum(num_elements * dtype.itemsize for num_elements, dtype in sizes)
     if num_bytes != ranks[0].num_bytes:
         raise ConfigError(f"{folder}: {num_bytes} of {ranks[0].num_bytes} bytes were found; a file is missing")
     return ranks, tensors
@@ -302,8 +293,6 @@ def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes
     """
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise ConfigError(f"{out_dir}: already exists; export into a new folder")
-    if not (model_config_dir / "config.json").is_file():
-        raise ConfigError(f"{model_config_dir}: not a model folder; it has no config.json")
     _, saved = _read_saved(folder)
     check_hashes(folder)
     kept = {name: tensor for name, tensor in saved.items() if "/" not in name}  # no optimizer states

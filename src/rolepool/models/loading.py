@@ -1,7 +1,8 @@
 """Models from Hugging Face folders: a policy, a critic, a reward model.
 
 Owns which class a role's model has, and that every weight comes from the model's files, except a critic's new head.
-Code from a model folder runs only if the user allows it.
+A model is named by a section of the config, such as `critic.model`. Code from its folder runs only if the user allows
+it.
 """
 
 from contextlib import ExitStack
@@ -16,7 +17,9 @@ from torch import nn
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.utils import logging as transformers_logging
 
+from rolepool.config import Config
 from rolepool.config.model_files import why_no_model
+from rolepool.config.model_keys import PolicyModelConfig, RewardModelModelConfig
 from rolepool.errors import ConfigError, explained, first_few
 from rolepool.models.packing import add_token_scores
 from rolepool.models.sharding import PACKED
@@ -28,85 +31,88 @@ UNREADABLE = (ValueError, TypeError, KeyError, SafetensorError, StrictDataclassE
 FIX = "give a model's folder or hub id"
 
 
-def read_model_config(
-    key: str, path: str | None, *, trust_remote_code: bool, overrides: dict[str, Any]
-) -> transformers.PretrainedConfig:
-    """The config of the model at `path`, the value of `key`. A folder with missing or damaged files is an error."""
+def read_model_config(config: Config, section: str, **entries: Any) -> transformers.PretrainedConfig:
+    """The config of the model that a section names, with these entries replaced. A folder with missing or damaged files
+    is an error."""
+    keys = config.at(section)
+    key, path = f"{section}.path", keys.path
     if (reason := why_no_model(key, path)) is not None:
         raise ConfigError(reason)
-    folder = Path(str(path)).expanduser()
+    folder = Path(path).expanduser()
+    overrides = {**keys.override_config, **entries} if isinstance(keys, PolicyModelConfig) else entries
     problem = "is neither a folder nor a model on the hub"
     if folder.is_dir():
         problem = f"cannot be loaded with {overrides}" if overrides else "cannot be loaded"
-    settings = {"trust_remote_code": trust_remote_code, **overrides}
+    settings = {"trust_remote_code": _is_trusted(config, section), **overrides}
     with explained(f"{key}={path}: {problem}", FIX, *UNREADABLE):
-        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(str(folder), **settings)
+        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(str(folder), **settings)
     for file in sorted(folder.glob("*.safetensors")):
         # Opening a file checks it.
         with explained(f"{key}={path}: {file.name} is damaged", "copy it again", *UNREADABLE), safe_open(file, "pt"):
             pass
-    return config
+    return found
 
 
-def load_policy(
-    path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, overrides: dict[str, Any], packed: bool = False
-) -> nn.Module:
+def _is_trusted(config: Config, section: str) -> bool:
+    """Whether code from a model's folder may run. Only a reward model has a key of its own for it."""
+    keys = config.at(section)
+    return (keys if isinstance(keys, RewardModelModelConfig) else config.actor_rollout_ref.model).trust_remote_code
+
+
+def load_policy(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     """A causal language model that also has `token_scores`. Its batches are packed or padded."""
-    key = "actor_rollout_ref.model.path"
-    model: Any = _load(transformers.AutoModelForCausalLM, key, path, dtype, trust_remote_code, overrides, packed)
-    head, config = model.get_output_embeddings(), model.config
+    model: Any = _load(config, "actor_rollout_ref.model", transformers.AutoModelForCausalLM, dtype, packed)
+    head = model.get_output_embeddings()
     is_plain = isinstance(head, nn.Linear) and head.bias is None
-    is_plain = is_plain and all(getattr(config, name, None) in (None, 1) for name in CHANGES_LOGITS)
+    is_plain = is_plain and all(getattr(model.config, name, None) in (None, 1) for name in CHANGES_LOGITS)
     return add_token_scores(model, has_plain_head=is_plain)
 
 
-def load_critic(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool, packed: bool) -> nn.Module:
+def load_critic(config: Config, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     """The trunk of a language model and a head with one value per token, random if the folder has none."""
-    overrides, auto = {"num_labels": 1, "classifier_dropout": 0.0}, transformers.AutoModelForTokenClassification
-    return _load(auto, "critic.model.path", path, dtype, trust_remote_code, overrides, packed)
+    auto = transformers.AutoModelForTokenClassification
+    return _load(config, "critic.model", auto, dtype, packed, num_labels=1, classifier_dropout=0.0)
 
 
-def load_reward_model(path: str | None, *, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def load_reward_model(config: Config, section: str, dtype: torch.dtype) -> nn.Module:
     """A sequence classifier with one output, the score of the whole text."""
-    overrides, auto = {"num_labels": 1}, transformers.AutoModelForSequenceClassification
-    return _load(auto, "reward_model.model.path", path, dtype, trust_remote_code, overrides, packed=False)
+    auto = transformers.AutoModelForSequenceClassification
+    return _load(config, section, auto, dtype, packed=False, num_labels=1)
 
 
-def _load(
-    auto: Any, key: str, path: str | None, dtype: torch.dtype, trusted: bool, overrides: dict[str, Any], packed: bool
-) -> nn.Module:
-    config = read_model_config(key, path, trust_remote_code=trusted, overrides=overrides)
-    has_new_head = auto is transformers.AutoModelForTokenClassification
+def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: bool, **entries: Any) -> nn.Module:
+    model_config, path = read_model_config(config, section, **entries), config.at(section).path
+    has_new_head, where = auto is transformers.AutoModelForTokenClassification, f"{section}.path={path}"
     settings = {
-        "config": config,
+        "config": model_config,
         "dtype": dtype,
-        "trust_remote_code": trusted,
+        "trust_remote_code": _is_trusted(config, section),
         "attn_implementation": PACKED if packed else None,  # None is sdpa if the model has it
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are reported in `info`, and are errors below
     }
     model: nn.Module
-    with explained(f"{key}={path}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
+    with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
         # Without progress bars and without transformers' report of new weights, which are checked below.
         restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
         restored.callback(transformers_logging.enable_progress_bar)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        model_class = _token_classifier(config) if has_new_head else auto
-        model, info = model_class.from_pretrained(str(Path(str(path)).expanduser()), **settings)
+        model_class = _token_classifier(model_config) if has_new_head else auto
+        model, info = model_class.from_pretrained(str(Path(path).expanduser()), **settings)
     trunk = f"{model.base_model_prefix}."
     missing = [name for name in info["missing_keys"] if name.startswith(trunk) or not has_new_head]
     of_other_shape = [name for name, *_ in info["mismatched_keys"]]
     for names, reason in ((missing, "are not in its files"), (of_other_shape, "have another shape in its files")):
         if names:
             raise ConfigError(
-                f"{key}={path}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
+                f"{where}: weights of a {type(model).__name__} {reason} ({first_few(sorted(names), 3)}), so they "
                 "would be random; give such a model with all its weights; override_config must not change its shape"
             )
     damaged = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if damaged:
         what = f"weights are not finite ({first_few(damaged, 3)}), so every result would be NaN"
-        raise ConfigError(f"{key}={path}: {what}; copy the model again, or give one from before its training diverged")
+        raise ConfigError(f"{where}: {what}; copy the model again, or give one from before its training diverged")
     # With dropout, old and new log-probs of the same weights would differ.
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -13,25 +13,23 @@ from functools import partial
 from itertools import groupby
 from math import sqrt
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rolepool.config import Config
-from rolepool.config.model_files import read_shape
 from rolepool.errors import ConfigError, PlacementError
 from rolepool.metrics.spans import DRIVER, RULE_POOL
 from rolepool.placement.checks import find_problems
-from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory
+from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, shape_of
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
-from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Seconds, Work, ranks_of
+from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Recording, Seconds, Work, ranks_of
 
 INTERVAL = 1.64
 """Standard deviations on each side of a prediction: nine of ten results of the model are inside."""
 UNKNOWN_SHARING = 0.15
 """How much of a GPU two pools may gain or lose by sharing it, if that was never measured."""
-ONE_PIECE = Work(1)
 TENSOR_PARALLEL = next(spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None)
 UNKNOWN_SYNC = 0.5
 """The relative deviation of a weight sync between pools that was never measured."""
@@ -47,8 +45,7 @@ ScheduleOf = Callable[[Config], Schedule]
 # A step on paper, with durations
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of the simulated steps, and how long it takes alone."""
 
     operation: str
@@ -61,8 +58,7 @@ class Call:
     """From the end of what it waits for until it starts."""
 
 
-@dataclass(frozen=True)
-class Simulated:
+class Simulated(NamedTuple):
     """Simulated steps, of which the last one counts: it lasts from its generation to the next one."""
 
     calls: Sequence[Call]
@@ -210,9 +206,7 @@ class Predictor:
         if unknown := [name for name in self.speeds if name not in known]:
             names = ", ".join(sorted(known))
             raise ConfigError(f"--speed {unknown[0]}: is no role and no operation; use one of {names}")
-        self._efficiency: dict[bool, float] = {}
-        for shared in self.profile.sharing:
-            self._efficiency[shared.plan.mps] = self._fit_sharing(self.profile.recordings.index(shared))
+        self._efficiency = {shared.plan.mps: self._fit_sharing(shared) for shared in self.profile.sharing}
 
     def predict(self, name: str, config: Config, plan: Plan) -> Prediction:
         """Raises PlacementError if the plan cannot run, and ConfigError if the profile does not cover its work."""
@@ -262,21 +256,18 @@ class Predictor:
 
     def _sync(self, config: Config, plan: Plan) -> Seconds:
         """The time of a weight sync, in one pool or between two."""
-        is_here, ranks = plan.roles[Role.Actor] == plan.roles[Role.Rollout], plan.pool_of(Role.Actor).world_size
-        costs = self.profile.costs
-        if not is_here and (SYNC_BETWEEN, REST) in costs:
-            return self.profile.seconds(SYNC_BETWEEN, {REST: ONE_PIECE}, ranks)
-        here = {part: ONE_PIECE for operation, part in costs if operation == SYNC}
-        found = self.profile.seconds(SYNC, here, ranks)
-        if is_here and here:
+        is_here = plan.roles[Role.Actor] == plan.roles[Role.Rollout]
+        kind, other = (SYNC, SYNC_BETWEEN) if is_here else (SYNC_BETWEEN, SYNC)
+        is_measured = any(operation == kind for operation, _ in self.profile.costs)
+        measured = kind if is_measured else other
+        work = {part: Work(1) for operation, part in self.profile.costs if operation == measured}
+        found = self.profile.seconds(measured, work, plan.pool_of(Role.Actor).world_size)
+        if is_measured:
             return found
-        if here:  # not measured: as long as all weights take through the object store, there and back
-            model = config.actor_rollout_ref.model
-            width = 4 if plan.device == "cpu" else 2
-            num_bytes = read_shape(model.path, model.override_config).num_params * width
-            mean = found.mean + 2 * num_bytes / self.profile.bytes_per_s
-        else:
-            mean = self.profile.seconds(SYNC_BETWEEN, {REST: ONE_PIECE}, ranks).mean
+        mean = found.mean
+        if not is_here:  # and as long as all weights take through the object store, there and back
+            num_bytes = shape_of(config, Role.Actor).num_params * (4 if plan.device == "cpu" else 2)
+            mean += 2 * num_bytes / self.profile.bytes_per_s
         return Seconds(mean, (UNKNOWN_SYNC * mean) ** 2)
 
     def _notes(self, config: Config, plan: Plan) -> list[str]:
@@ -318,10 +309,10 @@ class Predictor:
             return partial(_core_rate, plan, self.num_cores)
         return None
 
-    def _fit_sharing(self, position: int) -> float:
+    def _fit_sharing(self, shared: Recording) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
-        (config, plan, _), measured_s = self.profile.recordings[position], self.profile.step_s[position]
+        (config, plan, _), measured_s = shared, shared.step_s
         memory, schedule = self.memory(config, plan), self.schedule_of(config)
         times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
         simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)

@@ -84,8 +84,7 @@ class Seconds(NamedTuple):
     variance: float
 
 
-@dataclass(frozen=True)
-class LinearCost:
+class LinearCost(NamedTuple):
     """The time of some kind of work as a linear function of its features; no coefficient is negative."""
 
     coefficients: Array
@@ -156,6 +155,12 @@ class Recording(NamedTuple):
     plan: Plan
     spans: Sequence[Recorded]
 
+    @property
+    def step_s(self) -> float:
+        """The median step time; NaN if no step was measured."""
+        bounds = step_bounds(self.spans)
+        return median([bounds[step][1] - bounds[step][0] for step in measured_steps(self.spans)] or [math.nan])
+
 
 @dataclass
 class Totals:
@@ -189,8 +194,6 @@ class Profile:
         """By data.max_prompt_length and data.max_response_length."""
         self.sharing: list[Recording] = []
         """Recordings of pools that shared GPUs, whose calls slowed each other down. They are not in the costs."""
-        self.step_s: dict[int, float] = {}
-        """The median step time of each recording, by its position."""
         helpers = {one.span.rank for each in self.recordings[:1] for one in each.spans if one.span.pool == RULE_POOL}
         self.num_helpers = max(1, len(helpers))
         """The processes of the rule reward."""
@@ -199,14 +202,11 @@ class Profile:
         self._hand_overs_s: dict[str, list[float]] = defaultdict(list)
         self._fetched = np.zeros(2)
         """Seconds and bytes of the batches that processes fetched from the object store."""
-        for position, one in enumerate(self.recordings):
-            steps, bounds = measured_steps(one.spans), step_bounds(one.spans)
-            if steps:
-                self.step_s[position] = median(bounds[step][1] - bounds[step][0] for step in steps)
+        for one in self.recordings:
             if one.plan.sharing_pools and len(self.recordings) > 1:
                 self.sharing.append(one)
             else:
-                self._observe(one, set(steps))
+                self._observe(one, set(measured_steps(one.spans)))
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
         self.costs = {

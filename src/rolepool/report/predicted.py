@@ -168,12 +168,11 @@ class Request:
 
     def as_table(self, first: str, predictions: Mapping[str, Prediction]) -> Table:
         """The predictions, with the measured times of the same placements. `first` is the title of the labels."""
-        step_s = Profile(self.measured).step_s if self.measured else {}
-        by_place = [(places(self.measured[at].plan), seconds) for at, seconds in step_s.items()]
+        by_place = [(places(one.plan), one.step_s) for one in self.measured if not math.isnan(one.step_s)]
         has_memory = any(one.memory_gib for one in predictions.values())
         table = Table(box=None, pad_edge=False, header_style="bold")
         columns = [first, "step", "from", "to", "tokens/s per GPU", "pools, and how busy they are", "a step waits for"]
-        columns += ["GiB"] * has_memory + ["measured", "error"] * bool(step_s)
+        columns += ["GiB"] * has_memory + ["measured", "error"] * bool(by_place)
         for name in columns:
             is_text = name in (first, *columns[5:7])
             table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")

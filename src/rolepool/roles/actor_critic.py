@@ -10,7 +10,7 @@ from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.errors import RolepoolError
 from rolepool.models.checkpoint import weights_of
-from rolepool.models.loading import load_critic
+from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_values
 from rolepool.models.sharding import whole
 from rolepool.models.training import FrozenModel
@@ -36,7 +36,7 @@ class Actor(TrainedRole):
         self.policy_loss = setup.policy_loss
         if self.keys.loss_scale_factor is not None:
             self.loss_scale_factor = self.keys.loss_scale_factor
-        model = self.load_policy(setup.dtype, packed=self.packed)
+        model = load_policy(config, setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"))
@@ -130,9 +130,7 @@ class Critic(TrainedRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
-        trusted = config.actor_rollout_ref.model.trust_remote_code
-        model = load_critic(self.keys.model.path, dtype=setup.dtype, trust_remote_code=trusted, packed=self.packed)
-        self.train(model, setup.num_training_steps)
+        self.train(load_critic(config, setup.dtype, packed=self.packed), setup.num_training_steps)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -163,7 +161,7 @@ class Reference(ModelRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
-        model = self.load_policy(self.frozen_dtype, packed=self.packed)
+        model = load_policy(config, self.frozen_dtype, packed=self.packed)
         self.placed = FrozenModel(model, device=self.device, offload=self.keys.fsdp_config.param_offload)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=TOKENS)

@@ -26,7 +26,6 @@ from rolepool.config.model_files import ModelShape, ShapeUnknown
 from rolepool.config.model_keys import RefFsdpConfig
 from rolepool.config.schema import divisor_near
 from rolepool.models.checkpoint import load_trained, save_trained
-from rolepool.models.loading import load_policy
 from rolepool.models.micro_batches import balanced, by_rows, num_passes
 from rolepool.models.packing import TokenRows, TokenScores, kept_mask, on_device, response_log_probs
 from rolepool.models.sharding import max_over_ranks, sum_over_ranks
@@ -125,12 +124,6 @@ class ModelRole(Worker):
             computed = DataProto.concat(parts).to("cpu")  # only now: micro-batches do not wait for each other's results
         computed.reorder(np.argsort([row for rows in split for row in rows]))
         return computed
-
-    def load_policy(self, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-        """The policy that actor, reference and rollout start from."""
-        keys = self.config.actor_rollout_ref.model
-        overrides, trusted = dict(keys.override_config), keys.trust_remote_code
-        return load_policy(keys.path, dtype=dtype, trust_remote_code=trusted, overrides=overrides, packed=packed)
 
     def log_probs(self, rows: TokenRows) -> TokenScores:
         """Log-probs and entropies of response tokens under the policy of this role."""

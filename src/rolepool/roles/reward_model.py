@@ -32,8 +32,7 @@ class RewardModel(ModelRole):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
-        trusted = self.keys.model.trust_remote_code
-        model: Any = load_reward_model(self.keys.model.path, dtype=self.frozen_dtype, trust_remote_code=trusted)
+        model: Any = load_reward_model(config, self.spec.model, self.frozen_dtype)
         self.texts = reward_texts(config, self.spec.model, model.config.get_text_config().vocab_size)
         # Another vocabulary may not have the policy's pad token. The score does not depend on it.
         self.pad_token_id = model.config.pad_token_id = setup.pad_token_id if self.texts is None else 0

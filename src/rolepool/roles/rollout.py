@@ -12,6 +12,7 @@ from typing import Literal
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
+from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole
 from rolepool.placement import Role
 from rolepool.protocol import DataProto, Dispatch, register
@@ -38,7 +39,7 @@ class Rollout(ModelRole):
         actor, shared_model = self.siblings.get(Role.Actor), None
         if isinstance(actor, Actor) and actor.world_size == 1 and self.device == "cpu":
             shared_model = actor.trained.model
-        load = partial(self.load_policy, self.frozen_dtype, packed=False)
+        load = partial(load_policy, config, self.frozen_dtype, packed=False)
         name, key = self.keys.engine, "actor_rollout_ref.rollout.name"
         make = import_object(key, ENGINES.get(name, name))
         self.engine: Engine = make(config=config, context=self.context, load_model=load, shared_model=shared_model)

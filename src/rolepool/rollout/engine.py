@@ -1,19 +1,21 @@
 """The interface of rollout engines: token ids in, token ids and their log-probs out, weights replaced in place.
 
-Owns the types that engines and their callers share. Does not know any engine, nor how to tokenize.
+Owns the types that engines and their callers share, and what engines with a model of their own share: taking new
+weights as a stream, versions, sleeping, and completions. Does not know how an engine generates, nor how to tokenize.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
-from rolepool.errors import ConfigError
+from rolepool.errors import RolepoolError
+from rolepool.rollout.tensor_parallel import Shard, WeightStream
 from rolepool.seeds import derive_seed
 
 
@@ -29,15 +31,6 @@ class Sampling:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response and are part of it; `ignore_eos` treats them like any other token."""
-
-    def __post_init__(self) -> None:
-        rules = {
-            f"temperature={self.temperature}: must be 0 or more": self.temperature >= 0,
-            f"top_p={self.top_p}: must be above 0 and at most 1": 0 < self.top_p <= 1,
-            f"top_k={self.top_k}: must be 1 or more, or -1 for all tokens": self.top_k >= 1 or self.top_k == -1,
-            f"max_new_tokens={self.max_new_tokens}: must be 1 or more": self.max_new_tokens >= 1,
-        }
-        ConfigError.raise_if_any(rule for rule, is_kept in rules.items() if not is_kept)
 
     @property
     def is_greedy(self) -> bool:
@@ -111,7 +104,7 @@ class Engine(Protocol):
         This one generates all requests that wait as one batch; an engine can do better."""
         yield _BatchSession(self, sampling)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         """Copy new weights in place: whole tensors under their Hugging Face names, as a stream.
 
         They may come in several calls; the last call gives the version. A missing, repeated or unknown name or a wrong
@@ -144,6 +137,58 @@ class _BatchSession:
         requests, first = self._waiting, self._first
         self._waiting, self._first = [], first + len(requests)
         return list(enumerate(self._engine.generate(requests, self._sampling), start=first))
+
+
+class StreamedEngine(Engine):
+    """New weights are copied into `model` as they arrive."""
+
+    abilities: Collection[str] = frozenset(ABILITIES)
+    shared_weights = False
+    shard: Shard | None = None
+    """The part of the model that this rank has; None is all of it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.version = model, 0
+        self._asleep = False
+        self._arriving: WeightStream | None = None
+        """An update of the weights that has not ended, or that failed."""
+
+    def raise_if_not_ready(self) -> None:
+        """Raise an error if the engine cannot generate now."""
+        if self._asleep:
+            raise RolepoolError("the rollout engine is asleep: wake it before it generates")
+        if self._arriving is not None:
+            problem = "the last weight update failed halfway or has not ended"
+            raise RolepoolError(f"{problem}: update the weights before generating")
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+        if not self.shared_weights:
+            stream = self._arriving or WeightStream(self.model, self.shard)
+            self._arriving = WeightStream(self.model, self.shard)  # if copying fails, the next update starts again
+            stream.take(named_tensors)
+            if version is not None:
+                stream.end()
+                self.have_arrived()
+            self._arriving = stream if version is None else None
+        if version is not None:
+            self.version = version
+
+    def have_arrived(self) -> None:
+        """All new weights are in the model."""
+
+    def sleep(self) -> None:
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep = False
+
+    def completion(self, tokens: Any, log_probs: Any, stops: Container[int]) -> Completion:
+        """The completion of these numbers, which end with one of `stops` or at the limit of the request."""
+        if not np.isfinite(log_probs).all():
+            problem = f"the model's logits are not finite (weights version {self.version})"
+            raise RolepoolError(f"{problem}: its weights contain NaN or have diverged")
+        numbers = np.asarray(tokens, dtype=np.int64), np.asarray(log_probs, dtype=np.float32)
+        return Completion(*numbers, "stop" if int(tokens[-1]) in stops else "length", self.version)
 
 
 def sample_seed(run_seed: int, prompt_id: int | str, sample_index: int, *more: int | str) -> int:

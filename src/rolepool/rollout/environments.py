@@ -151,46 +151,36 @@ class ToolLoop:
     """The rollout of a class of the user: the model calls its methods until it answers without a call."""
 
     def __init__(self, environment: type, config: Config) -> None:
-        self._class, self._keys = environment, config.actor_rollout_ref.rollout.multi_turn
-        self._tools, self._options = tools.tools_of(environment), tools.template_options(config)
-        key, name = "actor_rollout_ref.rollout.multi_turn.format", self._keys.format
+        self._class, self._tools = environment, tools.tools_of(environment)
+        key, name = "actor_rollout_ref.rollout.multi_turn.format", config.actor_rollout_ref.rollout.multi_turn.format
         self._parse: Callable[[str], Calls] = parse_hermes if name == "hermes" else import_object(key, name)
         score = getattr(environment, tools.GET_REWARD, None)
         self._reward_arguments = None if score is None else list(inspect.signature(score).parameters)[1:]
         """The argument of `get_reward`, if it has one. It gets the text of the last turn."""
 
     async def __call__(self, row: Row, generate: Generate) -> Trajectory:
-        trajectory, keys = Trajectory(list(row["prompt_ids"])), self._keys
+        trajectory, keys = Trajectory(list(row["prompt_ids"])), generate.turns
         instance = _Instance(self._class, generate.queue)
         columns = {name: row[name] for name in ("prompt", "data_source", "ground_truth", "extra_info")}
         outcome = await instance.call(tools.RESET, {**row["extra_info"], **columns})
         if isinstance(outcome.value, str):
-            trajectory.prompt_ids = self._prompt_ids(row, outcome.value, generate.tokenizer)
+            trajectory.prompt_ids = _prompt_with(row, outcome.value, generate)
         is_ready = outcome.error is None
         while True:
             text = generate.text_of(await generate(trajectory, keys.max_turn_tokens))
             if not is_ready or generate.is_over(trajectory):
                 break
             called = await self._call_tools(text, instance)
-            messages = [self._message(name, trajectory.count(one)) for name, one in called]
+            messages = [_message(name, trajectory.count(one), keys.max_tool_response_length) for name, one in called]
             if not messages:
                 break
-            trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], self._options))
+            trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], generate.template_options))
         if self._reward_arguments is not None:
             if is_ready:
                 outcome = await instance.call(tools.GET_REWARD, dict.fromkeys(self._reward_arguments, text))
             trajectory.reward = outcome.value if outcome.error is None else 0.0
         trajectory.num_tool_errors += outcome.error is not None
         return trajectory
-
-    def _prompt_ids(self, row: Row, observation: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The prompt with an observation at the end of its last message."""
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            return next(tokenize(tokenizer, [{"is_chat": False, "text": prompt + observation}]))
-        chat = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        text = render_chat(tokenizer, chat, row["origin"], **self._options)
-        return next(tokenize(tokenizer, [{"is_chat": True, "text": text}]))
 
     async def _call_tools(self, text: str, instance: "_Instance") -> list[tuple[str, Outcome]]:
         """The names and outcomes of the tool calls in a text, one after another."""
@@ -204,12 +194,24 @@ class ToolLoop:
             for name, arguments in calls
         ]
 
-    def _message(self, name: str, outcome: Outcome) -> dict[str, Any]:
-        text = str(outcome.value) if outcome.error is None else f"Error: {outcome.error}"
-        limit = self._keys.max_tool_response_length
-        if len(text) > limit:
-            text = f"{text[: limit // 2]}...(truncated)...{text[len(text) - limit // 2 :]}"
-        return {"role": "tool", "name": name, "content": text}
+
+def _message(name: str, outcome: Outcome, limit: int) -> dict[str, Any]:
+    """What the model reads of an outcome, at most about `limit` characters."""
+    text = str(outcome.value) if outcome.error is None else f"Error: {outcome.error}"
+    if len(text) > limit:
+        text = f"{text[: limit // 2]}...(truncated)...{text[len(text) - limit // 2 :]}"
+    return {"role": "tool", "name": name, "content": text}
+
+
+def _prompt_with(row: Row, observation: str, generate: Generate) -> list[int]:
+    """The tokens of the prompt with an observation at the end of its last message."""
+    prompt, is_chat = row["prompt"], not isinstance(row["prompt"], str)
+    if is_chat:
+        chat = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+        text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
+    else:
+        text = prompt + observation
+    return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
 
 
 @dataclass

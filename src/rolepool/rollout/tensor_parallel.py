@@ -5,10 +5,8 @@ embedding and the head are not divided: they are often one tensor, and complete 
 This costs vocabulary x hidden weights per rank. Does not know how a layer is computed, nor where weights come from.
 """
 
-import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,8 +61,7 @@ class Shard:
         return self._splits.get(name.split(".")[-2], (_BY_OUTPUT, 1))
 
 
-@dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(NamedTuple):
     """The ranks that share one copy of the weights. All must make the same calls in the same order."""
 
     size: int = 1
@@ -113,9 +110,7 @@ class WeightStream:
         """Copy each tensor in place as it arrives."""
         for name, tensor in named_tensors:
             if name not in self._targets:
-                close = difflib.get_close_matches(name, list(self._targets), n=1)
-                nearest = f"; the nearest is {close[0]}" if close else ""
-                raise DataError(f"weights: {name} is not a weight of this model{nearest}")
+                raise DataError(f"weights: {name} is not a weight of this model")
             if name in self._arrived:
                 raise DataError(f"weights: {name} was sent twice")
             target = self._targets[name]

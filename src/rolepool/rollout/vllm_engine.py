@@ -26,8 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.protocol.worker import WorkerContext
-from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling
-from rolepool.rollout.streamed import StreamedEngine
+from rolepool.rollout.engine import ABILITIES, Completion, Request, Sampling, StreamedEngine
 from rolepool.rollout.tensor_parallel import TensorParallel
 
 _SCRIPT = Path(__file__).with_name("vllm_process.py")
@@ -35,8 +34,8 @@ _OF_OUR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 """Variables of this process that would mislead vLLM."""
 _DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 _FIXED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
-_SESSION_STEPS = 8
-"""Decode steps of a session after which waiting requests join."""
+_STEPS_AT_ONCE = 8
+"""Decode steps after which waiting requests join."""
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -105,8 +104,9 @@ class VllmEngine(StreamedEngine):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         with self.session(sampling) as session:
-            numbers = session.submit(requests)
-            found = dict(session.run(None))
+            numbers, found = session.submit(requests), dict[int, Completion]()
+            while session.running:
+                found.update(session.step())
         return [found[number] for number in numbers]
 
     @contextmanager
@@ -177,22 +177,16 @@ class _Session:
         """The numbers of requests that have not ended."""
 
     def submit(self, requests: Sequence[Request]) -> Sequence[int]:
-        numbers = list(islice(self._engine.numbers, len(requests)))
-        limits = [request.max_new_tokens or self._limit for request in requests]
-        settings = [
-            self._how | {"seed": one.seed, "max_tokens": most} for one, most in zip(requests, limits, strict=True)
-        ]
-        prompts = [list(map(int, request.token_ids)) for request in requests]
-        self._engine.ask("submit", list(zip(numbers, prompts, settings, strict=True)))
+        numbers, added = list(islice(self._engine.numbers, len(requests))), []
+        for number, request in zip(numbers, requests, strict=True):
+            settings = {**self._how, "seed": request.seed, "max_tokens": request.max_new_tokens or self._limit}
+            added.append((number, list(map(int, request.token_ids)), settings))
+        self._engine.ask("submit", added)
         self.running.update(numbers)
         return numbers
 
     def step(self) -> list[tuple[int, Completion]]:
-        return self.run(_SESSION_STEPS)
-
-    def run(self, num_steps: int | None) -> list[tuple[int, Completion]]:
-        """Decode so many times; None decodes until all requests have ended."""
-        ended = self._engine.ask("run", num_steps)
+        ended = self._engine.ask("run", _STEPS_AT_ONCE)
         self.running.difference_update(number for number, _, _ in ended)
         return [(number, self._engine.completion(tokens, scores, self._stops)) for number, tokens, scores in ended]
 

@@ -23,7 +23,9 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # ty
 class Server:
     """The calls that can be made."""
 
-    def __init__(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+    def start(self, arguments: dict[str, Any], rank: int, size: int, port: int) -> None:
+        """The first call. The others need what it makes."""
+
         class OneOfGroup(ExecutorWithExternalLauncher):  # type: ignore[misc]  # its base is in the other environment
             """Runs one rank. All ranks of the group get the same calls."""
 
@@ -45,18 +47,15 @@ class Server:
             params = SamplingParams(logprobs=0, detokenize=False, **ends, **settings)
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
 
-    def run(self, num_steps: int | None) -> list[tuple[int, list[int], list[float]]]:
-        """Decode so many times; None decodes until all requests have ended. Returns number, tokens and log-probs of
-        those that have ended."""
-        ended: list[Any] = []
-        while num_steps != 0 and self._engine.has_unfinished_requests():
-            ended.extend(output for output in self._engine.step() if output.finished)
-            num_steps = None if num_steps is None else num_steps - 1
+    def run(self, num_steps: int) -> list[tuple[int, list[int], list[float]]]:
+        """Decode so many times. Returns number, tokens and log-probs of the requests that have ended."""
         answers = []
-        for output in ended:
-            tokens = list(output.outputs[0].token_ids)
-            pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
-            answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
+        while num_steps > 0 and self._engine.has_unfinished_requests():
+            num_steps -= 1
+            for output in self._engine.step():  # FINAL_ONLY: there is none before a request has ended
+                tokens = list(output.outputs[0].token_ids)
+                pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
+                answers.append((int(output.request_id), tokens, [entry[token].logprob for token, entry in pairs]))
         return answers
 
     def abort(self, numbers: Sequence[int]) -> None:
@@ -99,16 +98,14 @@ def _reload(worker: Any, file: str) -> None:
 
 def main() -> None:
     connection: Any = Connection(int(sys.argv[1]))
-    server: Any = None
+    server = Server()
     while True:
         try:
             name, arguments = connection.recv()
         except EOFError:  # the engine has ended
             os._exit(0)
         try:
-            answer = (Server if name == "start" else getattr(server, name))(*arguments)
-            server, answer = (answer, None) if name == "start" else (server, answer)
-            connection.send((answer, None))
+            connection.send((getattr(server, name)(*arguments), None))
         except Exception as error:
             connection.send((None, "".join(traceback.format_exception(error))))
 

@@ -22,7 +22,6 @@ from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
 from rolepool.placement import Plan, Role
-from rolepool.placement.checks import models_of
 from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.protocol import CallFuture
@@ -100,23 +99,20 @@ def check_prompts(config: Config, plan: Plan, prompts: Sequence[PromptSet]) -> N
     """Raise an error, before a process starts, if a model cannot read the prompts: if policy or critic do not have one
     of their tokens, or if a reward model cannot read what the policy writes. The chat template of a reward model is
     tried with the first prompt of each set."""
-    for key, path, model in _read_models(config, plan):
-        section, vocab_size = key.removesuffix(".path"), model.get_text_config().vocab_size
-        if not isinstance(config.at(section), RewardModelModelConfig):
+    for section, model in _read_models(config, plan):
+        keys, vocab_size = config.at(section), model.get_text_config().vocab_size
+        if not isinstance(keys, RewardModelModelConfig):
             for one in prompts:
-                one.check_vocabulary(f"{key}={path}", vocab_size)
+                one.check_vocabulary(f"{section}.path={keys.path}", vocab_size)
         elif (texts := reward_texts(config, section, vocab_size)) is not None:
             for one in prompts:
                 texts.check(one)
 
 
-def _read_models(config: Config, plan: Plan) -> Iterator[tuple[str, str | None, PretrainedConfig]]:
-    """The key, path and config.json of each model of a run. Raises ConfigError if it cannot be read."""
-    for key, (path, overrides) in models_of(config, plan).items():
-        own = config.at(key.removesuffix(".path"))
-        keys = own if isinstance(own, RewardModelModelConfig) else config.actor_rollout_ref.model
-        trusted = keys.trust_remote_code
-        yield key, path, read_model_config(key, path, trust_remote_code=trusted, overrides=dict(overrides))
+def _read_models(config: Config, plan: Plan) -> Iterator[tuple[str, PretrainedConfig]]:
+    """The section and config.json of each model of a run. Raises ConfigError if it cannot be read."""
+    for section in dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles):
+        yield section, read_model_config(config, section)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:

@@ -167,7 +167,7 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    (best, *_), _ = _search(read_recordings([folder], None), config, inventory)
+    best, *_ = _search(read_recordings([folder], None), config, inventory)
     chosen, _ = moved(config, best.name.split())
     return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 
@@ -187,12 +187,10 @@ def in_words(best: Prediction) -> str:
     return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
 
 
-def _search(
-    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
-) -> tuple[list[Prediction], Predictor]:
+def _search(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> list[Prediction]:
     memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
     predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
-    return search(predictor, config, inventory), predictor
+    return search(predictor, config, inventory)
 
 
 class Rebalancer:
@@ -238,8 +236,7 @@ class Rebalancer:
         trainer = self._trainer
         try:
             recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
-            found, predictor = _search(recordings, trainer.config, trainer.plan.gpus_per_node)
-            now_s = predictor.profile.step_s[len(recordings) - 1]
+            found, now_s = _search(recordings, trainer.config, trainer.plan.gpus_per_node), recordings[-1].step_s
         except RolepoolError as error:
             trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
             return
