@@ -71,19 +71,14 @@ class Checkpoints:
     def newest(self) -> tuple[Path, Position] | None:
         """The newest checkpoint of the run folder, and the state of the run when it was saved."""
         path = model_files.newest_checkpoint(self._folder.path, self._parts)
-        return None if path is None else (path, Position.model_validate_json((path / "trainer.json").read_bytes()))
+        return None if path is None else (path, _position(path))
 
     def check_folder_is_shared(self, roles: Roles) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
-        probe = self._folder.path.absolute() / ".shared-folder-probe"
         setting = f"trainer.default_local_dir={self._keys.default_local_dir}"
-        probe.touch()
-        try:
-            for role in roles.trained.values():
-                fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
-                role.group.check_exists(setting, probe, fix)
-        finally:
-            probe.unlink()
+        fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
+        for role in roles.trained.values():
+            role.group.check_exists(setting, self._folder.lock_file.absolute(), fix)
 
     def save(self, roles: Roles, position: Position) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""

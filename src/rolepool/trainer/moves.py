@@ -7,10 +7,9 @@ the new processes, which happens in a thread while the old pools work. `rolepool
 steps are the calibration, and then it moves to the placement that is predicted to be the best.
 """
 
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,7 +166,7 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    (best, *_), _ = _search(read_recordings([folder], None), config, inventory)
+    best = search(_predictor(read_recordings([folder], None), config), config, inventory)[0]
     chosen, _ = moved(config, best.name.split())
     return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 
@@ -187,12 +186,9 @@ def in_words(best: Prediction) -> str:
     return f"chose {best.name}, predicted to take {best.step_s:.3g} s per step ({best.low_s:.3g} to {best.high_s:.3g})"
 
 
-def _search(
-    recordings: Sequence[Recording], config: Config, inventory: Sequence[int]
-) -> tuple[list[Prediction], Predictor]:
+def _predictor(recordings: Sequence[Recording], config: Config) -> Predictor:
     memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
-    predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
-    return search(predictor, config, inventory), predictor
+    return Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
 
 
 class Rebalancer:
@@ -202,24 +198,26 @@ class Rebalancer:
         self._trainer, self._keys = trainer, trainer.config.placement
         self._num_tries = MAX_TRIES if self._keys.chooses else 0
         """How many placements a calibration may still try."""
-        self._thread: threading.Thread | None = None
-        self._found: tuple[Prediction, float] | None = None
-        """The placement to move to, and the step time before the move."""
+        self._thread = ThreadPoolExecutor(1)
+        self._search: Future[tuple[Prediction, float] | None] | None = None
+        """Finds the placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
         self.has_moved(trainer.start_step, FIRST_MOVE_S)
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
-        if self._found is not None:
-            self._ask(*self._found)
-            self._found = None
-        elif self._thread is not None and not self._thread.is_alive():
-            self._thread = None
+        if self._search is None:
+            if number >= self._due and (self._may_move or self._expected is not None):
+                self._search = self._thread.submit(self._look, number)
+        elif self._search.done():
+            ended, self._search = self._search, None
             self._wait(number)
-        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
-            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
-            self._thread.start()
+            try:
+                if (found := ended.result()) is not None:
+                    self._ask(*found)
+            except Exception as error:  # no prediction may stop training
+                self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
 
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
@@ -234,15 +232,13 @@ class Rebalancer:
     def _may_move(self) -> bool:
         return self._num_tries > 0 or self._keys.rebalance
 
-    def _look(self, number: int) -> None:
+    def _look(self, number: int) -> tuple[Prediction, float] | None:
+        """The placement to move to, and the step time now; None if the run stays where it is."""
         trainer = self._trainer
-        try:
-            recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
-            found, predictor = _search(recordings, trainer.config, trainer.plan.gpus_per_node)
-            now_s = predictor.profile.step_s[len(recordings) - 1]
-        except RolepoolError as error:
-            trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
-            return
+        recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
+        predictor = _predictor(recordings, trainer.config)
+        found = search(predictor, trainer.config, trainer.plan.gpus_per_node)
+        now_s = predictor.profile.step_s[len(recordings) - 1]
         if self._expected is not None:
             (last, before_s), self._expected = self._expected, None
             text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
@@ -252,19 +248,17 @@ class Rebalancer:
         best = found[hoped_s.index(min(hoped_s))]
         gain_s, num_left = now_s - min(hoped_s), trainer.num_steps - number
         least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
-        if self._may_move and places(best.plan) != places(trainer.plan) and gain_s > least_s:
-            self._found = (best, now_s) if gain_s * num_left > self._move_s else None
+        is_other = self._may_move and places(best.plan) != places(trainer.plan)
+        if is_other and gain_s > least_s and gain_s * num_left > self._move_s:
+            self._num_tries = max(0, self._num_tries - 1)
+            return best, now_s
         if self._num_tries:
-            self._num_tries = 0 if self._found is None else self._num_tries - 1
-            if self._found is None:
-                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+            self._num_tries = 0
+            trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+        return None
 
     def _ask(self, best: Prediction, before_s: float) -> None:
-        try:
-            loaded, plan = moved(self._trainer.config, best.name.split())
-            self._trainer.move(plan, loaded)
-        except RolepoolError as error:
-            self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
-            return
+        loaded, plan = moved(self._trainer.config, best.name.split())
+        self._trainer.move(plan, loaded)
         self._expected = best, before_s
         self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
