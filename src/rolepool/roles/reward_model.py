@@ -73,9 +73,8 @@ class RewardModel(ModelRole):
 def last_tokens(column: Tensor, limit: int) -> Tensor:
     """A ragged column with only the last `limit` tokens of each row."""
     values, offsets = ragged_parts(column)
-    lengths = offsets.diff()
-    first_kept = torch.repeat_interleave(offsets[1:] - limit, lengths)
-    return ragged(values[torch.arange(len(values)) >= first_kept], lengths.clamp(max=limit))
+    rows = torch.split(values, offsets.diff().tolist())
+    return ragged(torch.cat([row[-limit:] for row in rows]), offsets.diff().clamp(max=limit))
 
 
 class RuleReward(Worker):
@@ -85,8 +84,7 @@ class RuleReward(Worker):
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
         reward = rewards.load_reward_function(config, setup.reward)
-        in_process = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else None
-        self.reward: rewards.Reward = in_process or reward
+        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))

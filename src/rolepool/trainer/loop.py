@@ -89,21 +89,19 @@ class Trainer:
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
         models = check_inputs(self.config, self.plan, reward)
-        keys = self.config.actor_rollout_ref.model
-        self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
-        data = self.config.data
-        seed = self.config.trainer.seed if data.seed is None else data.seed
+        keys, data, model = self.config.trainer, self.config.data, self.config.actor_rollout_ref.model
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        seed = keys.seed if data.seed is None else data.seed
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
         check_prompts(self.config, models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
-        num_epochs = self.config.trainer.total_epochs
-        self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
-        self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
+        self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
+        self.save_freq = keys.save_freq or self.num_steps  # -1 stays -1: never
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
-        self.folder = RunFolder(self.config.trainer.default_local_dir)
+        self.folder = RunFolder(keys.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
@@ -291,27 +289,22 @@ class Trainer:
 
         Raises the error if the work would fail again, if it failed too often, or if there is no such state.
         """
-        start_s, deaths, step = time.monotonic(), list[tuple[str, list[str]]](), None
-        while step is None:
-            self.num_restarts += 1
-            if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
-                error = self.cluster.find_death() or error
-            if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
-                raise error
-            pools: list[str] = []
-            deaths.append((error.problems[0], pools))
-            try:
-                step = self._restore(pools)
-            except WorkerError as again:  # another process has died meanwhile
-                error = again
-                continue
-            if step is None:
-                raise error
-        seconds = time.monotonic() - start_s
-        for what, pools in deaths:
-            replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
-            self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
-            self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
+        start_s, pools = time.monotonic(), list[str]()
+        self.num_restarts += 1
+        if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
+            error = self.cluster.find_death() or error
+        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+            raise error
+        try:
+            step = self._restore(pools)
+        except WorkerError as again:  # another process has died meanwhile
+            step = self._recover(again)
+        if step is None:
+            raise error
+        what, seconds = error.problems[0], time.monotonic() - start_s
+        replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
+        self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
+        self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
         return step
 
     def _restore(self, pools: list[str]) -> int | None:
@@ -394,8 +387,7 @@ class Trainer:
             self.rebalancer.after_step(number)
         if self._move is None and (request := take_request(self.folder.path)) is not None:
             try:
-                loaded, plan = moved(self.config, request.words)
-                self.move(plan, loaded).has_request = True
+                self.move(*moved(self.config, request.words)).has_request = True
             except RolepoolError as error:
                 self._end_move(one_line(error))
         move = self._move

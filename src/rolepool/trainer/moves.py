@@ -25,7 +25,6 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.plan import detect_gpu_memory
-from rolepool.placement.roles import ROLE_SPECS
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
@@ -65,15 +64,15 @@ def request_file(run_folder: Path) -> Path:
     return run_folder / "move.json"
 
 
-def moved(config: Config, words: Sequence[str]) -> tuple[LoadedConfig, Plan]:
-    """The config with these settings, and its plan. Raises an error if a run cannot change to them while it trains."""
+def moved(config: Config, words: Sequence[str]) -> tuple[Plan, LoadedConfig]:
+    """The plan with these settings, and its config. Raises an error if a run cannot change to them while it trains."""
     others = [word for word in words if not word.startswith(MOVABLE)]
     if others or not words:
         can = f"a move changes placement.*, trainer.nnodes, trainer.n_gpus_per_node and {TENSOR_PARALLEL}"
         fix = "give key=value words with these keys; for other keys, stop the run and resume it with them"
         raise ConfigError(f"{others[0] if others else 'move'}: {can}; {fix}")
     loaded = load_config([without_placement(config, words)], words)
-    return loaded, build_plan(loaded.config)
+    return build_plan(loaded.config), loaded
 
 
 def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None) -> None:
@@ -91,8 +90,7 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before:
 
 def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
     """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups are kept."""
-    keys = [spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None]
-    if any(config.at(key) != new_config.at(key) for key in keys):
+    if config.at(TENSOR_PARALLEL) != new_config.at(TENSOR_PARALLEL):
         return list(new_plan.pools)
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
@@ -167,7 +165,7 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
     inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     best = search(_predictor(read_recordings([folder], None), config), config, inventory)[0]
-    chosen, _ = moved(config, best.name.split())
+    _, chosen = moved(config, best.name.split())
     return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 
 
@@ -258,7 +256,6 @@ class Rebalancer:
         return None
 
     def _ask(self, best: Prediction, before_s: float) -> None:
-        loaded, plan = moved(self._trainer.config, best.name.split())
-        self._trainer.move(plan, loaded)
+        self._trainer.move(*moved(self._trainer.config, best.name.split()))
         self._expected = best, before_s
         self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")
