@@ -104,8 +104,7 @@ class Estimator:
             log_probs = tensors["old_log_probs"], tensors["ref_log_prob"]
             rewards, current_kl = apply_kl_penalty(rewards, *log_probs, mask, coefficient, keys.kl_penalty)
             self.kl_controller.update(float(current_kl), len(mask))
-            metrics["actor/reward_kl_penalty"] = float(current_kl)
-            metrics["actor/reward_kl_penalty_coeff"] = float(coefficient)
+            metrics |= {"actor/reward_kl_penalty": float(current_kl), "actor/reward_kl_penalty_coeff": coefficient}
         settings = keys.model_dump(include={"gamma", "lam", "norm_adv_by_std_in_grpo"})
         inputs = {"values": tensors.get("values"), "index": uids, "reward_baselines": baselines}
         advantages, returns = compute_advantage(keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs)

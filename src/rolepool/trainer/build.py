@@ -89,8 +89,7 @@ def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Mo
     for key, (path, overrides) in models_of(config, plan).items():
         own = config.at(key.removesuffix(".path"))
         keys = own if isinstance(own, RewardModelModelConfig) else config.actor_rollout_ref.model
-        trusted = keys.trust_remote_code
-        models[key] = read_model_config(key, path, trust_remote_code=trusted, overrides=dict(overrides))
+        models[key] = read_model_config(key, path, trust_remote_code=keys.trust_remote_code, overrides=dict(overrides))
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:

@@ -179,10 +179,8 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
-    try:
+    with explained(f"{key}={model}: not found", "run the export on a machine that has it"):
         model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
-    except OSError:
-        raise ConfigError(f"{key}={model}: not found; run the export on a machine that has it") from None
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
         model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
     return saved

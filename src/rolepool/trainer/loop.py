@@ -330,10 +330,9 @@ class Trainer:
             found = self.checkpoints.newest() or found
         if found is None:
             return None
-        source, position = found
-        self._load(trained, source, position)
+        self._load(trained, *found)
         self.monitors.watch()
-        return position.step
+        return found[1].step
 
     def _replace_nodes(self) -> list[str]:
         """Start processes instead of those that were on lost nodes. Returns the names of the pools that are new."""

@@ -163,8 +163,7 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     if folder is None:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
-    inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    best = search(_predictor(read_recordings([folder], None), config), config, inventory)[0]
+    best = search(_predictor(read_recordings([folder], None), config), config, build_plan(config).gpus_per_node)[0]
     _, chosen = moved(config, best.name.split())
     return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 

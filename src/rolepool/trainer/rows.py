@@ -100,10 +100,9 @@ def validate(
     most_samples = len(prompts) * num_samples if writes_all else max(NUM_SAMPLES, num_logged)
     for batch in validation_batches(prompts, config.data.val_batch_size):
         rows = repeated(batch, num_samples)
-        columns = rows.non_tensor_batch
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        all_graded.extend(_scored_responses(columns["data_source"], scored.get()))
+        all_graded.extend(_scored_responses(rows.non_tensor_batch["data_source"], scored.get()))
         if len(samples) < most_samples:
             generated = samples_of(rows, rollouts, scored.get(), tokenizer)
             samples.extend(islice(generated, most_samples - len(samples)))
