@@ -77,7 +77,7 @@ class Mover(Observer):
             if not self._moves:
                 self.trainer.num_steps = min(self.trainer.num_steps, step + 1)
                 return
-            loaded, plan = moved(self.trainer.config, self._moves.pop(0).split())
+            plan, loaded = moved(self.trainer.config, self._moves.pop(0).split())
             self._move = self.trainer.move(plan, loaded)
             if self._waits:
                 wait([self._move.starting])

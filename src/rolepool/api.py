@@ -175,7 +175,7 @@ class Run:
         `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did."""
         from rolepool.trainer.moves import ask_run, check_move, moved
 
-        loaded, made = moved(self.config, words)
+        made, loaded = moved(self.config, words)
         before = self._read().plan
         check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
         return ask_run(self.folder, words, timeout_s)

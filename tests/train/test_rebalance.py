@@ -34,8 +34,8 @@ class Notices(Observer):
         self.lines.append(line)
 
     def on_row(self, step: int, metrics: dict[str, float]) -> None:
-        if (thread := self._trainer.rebalancer._thread) is not None:
-            thread.join()
+        if (search := self._trainer.rebalancer._search) is not None:
+            wait([search])
         if (move := self._trainer._move) is not None:
             wait([move.starting])
 

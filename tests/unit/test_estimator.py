@@ -54,9 +54,9 @@ def estimated(
         prompts,
         futures["rollouts"],  # type: ignore[arg-type]
         futures["scores"],  # type: ignore[arg-type]
-        futures["values"],  # type: ignore[arg-type]
-        [futures["old"], futures["ref"]] if config.algorithm.use_kl_in_reward else [],  # type: ignore[list-item]
         of_greedy,  # type: ignore[arg-type]
+        futures["values"],  # type: ignore[arg-type]
+        *([futures["old"], futures["ref"]] if config.algorithm.use_kl_in_reward else []),  # type: ignore[arg-type]
     )
     return made, futures
 

@@ -86,7 +86,7 @@ def row_of(folder: Path, *words: str) -> tuple[dict[str, float], dict[str, torch
         Future(DataProto.from_dict({"values": unpad(padded, sizes)})),
     ]
     uids = DataProto.from_dict(non_tensors={"uid": np.arange(4)})
-    estimated = Estimator(config_with(folder, *words)).estimate(uids, *futures, [], None)
+    estimated = Estimator(config_with(folder, *words)).estimate(uids, *futures[:2], None, futures[2])
     estimated = replace(estimated, span=Span("driver", "trainer", 0, "adv", 0.0, 0.0, ADV_S))
     old: Any = Future(DataProto.from_dict({"entropy_sums": torch.tensor(ENTROPY_SUMS)}))
     recorded = [Recorded(1, "adv", estimated.span)]

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_strategy_in_the_words_replaces_the_keys_of_the_old_one() -> None:
     roles = "placement.roles={actor:a,rollout:c,ref:a,critic:b}"
     config = load_config([], [*KEYS, *CUSTOM, roles]).config
-    loaded, plan = moved(config, ["placement.strategy=split", "placement.split.actor_gpus_per_node=3"])
+    plan, loaded = moved(config, ["placement.strategy=split", "placement.split.actor_gpus_per_node=3"])
     assert loaded.config.placement.pools == {}
     assert plan.in_words == "actor_rollout_ref_pool [3] and critic_pool [1]"
 
@@ -72,7 +72,7 @@ def test_a_placement_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> N
     shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "architectures": []}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     keys = [*KEYS, f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cuda"]
-    loaded, plan = moved(load_config([], keys).config, ["trainer.n_gpus_per_node=1"])
+    plan, loaded = moved(load_config([], keys).config, ["trainer.n_gpus_per_node=1"])
     with pytest.raises(PlacementError, match=r"global_pool needs about .* GiB more than a GPU has"):
         check_move(loaded.config, plan, 80 * 2**30)
 
@@ -80,7 +80,7 @@ def test_a_placement_that_does_not_fit_in_memory_is_refused(tmp_path: Path) -> N
 def test_pools_with_the_same_places_and_roles_are_kept() -> None:
     roles = "placement.roles={actor:a,rollout:%s,critic:b}"
     old = load_config([], [*KEYS, *CUSTOM, roles % "c"])
-    loaded, plan = moved(old.config, ["placement.strategy=custom", "placement.pools={a:[2],b:[2]}", roles % "b"])
+    plan, loaded = moved(old.config, ["placement.strategy=custom", "placement.pools={a:[2],b:[2]}", roles % "b"])
     assert changed_pools(old.config, build_plan(old.config), loaded.config, plan) == ["b"]
 
 

@@ -122,7 +122,7 @@ def estimated(*words: str, garbage: float = 0.0) -> tuple[Estimated, DataProto]:
     config = load_config([], ["data.max_prompt_length=4", "data.max_response_length=7", *words]).config
     prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)})
     scores: Any = Future({"scores": SCORES})
-    made = Estimator(config).estimate(prompts, rollouts, scores, values, log_probs, None)
+    made = Estimator(config).estimate(prompts, rollouts, scores, None, values, *log_probs)
     entropies = numbers.double() * MASK
     probs = {"rollout_log_probs": unpad(-numbers, LENGTHS), "old_log_probs": unpad(-numbers * 1.01, LENGTHS)}
     return made, DataProto.from_dict({"entropy_sums": entropies.sum(dim=1), **probs})

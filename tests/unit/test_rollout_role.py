@@ -65,11 +65,10 @@ def test_weights_that_come_in_legs_are_generated_with(demo: Demo, weights: dict[
     rollout, at_once = (make_rollout(demo, "cpu", with_log_probs) for _ in range(2))
     named = list(weights.items())
     before = log_probs(rollout)
-    rollout.take_weights(leg(named[:5]))
+    rollout.take_weights(leg(named[:5]), None)
     with pytest.raises(RolepoolError, match="failed halfway or has not ended"):
         rollout.generate_sequences(prompts())
-    rollout.take_weights(leg(named[5:]))
-    rollout.end_of_weights(3)
+    rollout.take_weights(leg(named[5:]), 3)
     assert rollout.engine.version == 3
     at_once.engine.update_weights(named, 3)
     after = log_probs(rollout)
@@ -97,9 +96,9 @@ def test_rows_are_ragged_and_log_probs_come_only_if_asked_for(demo: Demo) -> Non
 
 def test_a_weight_that_no_leg_brought_is_named_at_the_end(demo: Demo, weights: dict[str, Tensor]) -> None:
     rollout = make_rollout(demo)
-    rollout.take_weights(leg((name, tensor) for name, tensor in weights.items() if name != NORM))
+    others = leg((name, tensor) for name, tensor in weights.items() if name != NORM)
     with pytest.raises(DataError, match=r"1 of \d+ are missing: model\.norm\.weight"):
-        rollout.end_of_weights(1)
+        rollout.take_weights(others, 1)
     assert rollout.engine.version == 0
     with pytest.raises(RolepoolError, match="failed halfway"):
         rollout.generate_sequences(prompts())
@@ -118,13 +117,12 @@ def test_a_leg_that_does_not_fit_is_refused_and_a_whole_set_mends_it(
     demo: Demo, weights: dict[str, Tensor], second: dict[str, Tensor], complaint: str
 ) -> None:
     rollout = make_rollout(demo)
-    rollout.take_weights(leg([(NORM, weights[NORM])]))
+    rollout.take_weights(leg([(NORM, weights[NORM])]), None)
     with pytest.raises(DataError, match=complaint):
-        rollout.take_weights(leg(second.items()))
+        rollout.take_weights(leg(second.items()), None)
     with pytest.raises(DataError, match="are missing"):
-        rollout.end_of_weights(1)
-    rollout.take_weights(leg(weights.items()))
-    rollout.end_of_weights(2)
+        rollout.engine.update_weights((), 1)
+    rollout.take_weights(leg(weights.items()), 2)
     assert len(rollout.generate_sequences(prompts())) == 3
 
 

@@ -60,11 +60,12 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
+        self.lock_file = self.path / ".lock"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Create the folder and keep other runs out of it, until the block ends or this process dies."""
-        key, file = f"trainer.default_local_dir={self.path}", self.path / ".lock"
+        key, file = f"trainer.default_local_dir={self.path}", self.lock_file
         with explained(f"{key}: cannot be written", "name another folder"):
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)

@@ -34,10 +34,10 @@ class Actor(TrainedRole):
     def __init__(self, config: Config, setup: Setup) -> None:
         super().__init__(config, setup)
         self.policy_loss = setup.policy_loss
-        if self.keys.loss_scale_factor is not None:
-            self.loss_scale_factor = self.keys.loss_scale_factor
         model = load_policy(config, setup.dtype, packed=self.packed)
         self.train(model, max(0, setup.num_training_steps - config.trainer.critic_warmup))
+        if self.keys.loss_scale_factor is not None:
+            self.loss_scale_factor = self.keys.loss_scale_factor
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*MASKED_TOKENS, "rollout_log_probs", "weights_version"))
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -5,7 +5,6 @@ A role is a subclass that sets `role`, loads its model and computes. What it is 
 roles of its process can move to host memory, another division of the GPUs.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -155,24 +154,20 @@ class TrainedRole(ModelRole):
 
     trained: TrainedModel
 
-    def __init__(self, config: Config, setup: Setup) -> None:
-        super().__init__(config, setup)
-        self.loss_scale_factor = float(config.data.max_response_length)
+    def train(self, model: nn.Module, num_training_steps: int) -> None:
+        """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
+        self.loss_scale_factor = float(self.config.data.max_response_length)
         """The divisor of the aggregation seq-mean-token-sum-norm."""
-        self.checkpointing: bool = config.at(self.spec.model).enable_gradient_checkpointing
         self.shape: ModelShape | None = None
         """None if the plan cannot tell the model's shape."""
         with suppress(ShapeUnknown):
-            self.shape = shape_of(config, self.role)
+            self.shape = shape_of(self.config, self.role)
         self.update_micro_batches = next(self.micro_batches[one.method] for one in self.spec.operations if one.trains)
-        if not self.checkpointing:
-            self.update_micro_batches.further = [f"{self.spec.model}.enable_gradient_checkpointing=true"]
-
-    def train(self, model: nn.Module, num_training_steps: int) -> None:
-        """Prepare the model for training. The learning rate follows the steps in which the role is updated."""
         keys = {"optim": self.keys.optim, "grad_clip": self.keys.grad_clip, "fsdp": self.config.at(str(self.spec.fsdp))}
+        if not self.config.at(self.spec.model).enable_gradient_checkpointing:
+            self.update_micro_batches.further = [f"{self.spec.model}.enable_gradient_checkpointing=true"]
         # Kept activations save time; their memory is not planned on a CPU.
-        if self.checkpointing and (self.device == "cpu" or self.update_micro_batches.size.recomputes):
+        elif self.device == "cpu" or self.update_micro_batches.size.recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         self.placed = self.trained = TrainedModel(model, device=self.device, num_steps=num_training_steps, **keys)
         self.snapshots = SnapshotWriter(self.trained)
@@ -201,15 +196,14 @@ class TrainedRole(ModelRole):
             for batch, count, split, of_batch in zip(batches, counts, splits, lengths, strict=True):
                 loss_of = partial(self._loss_of_rows, batch, count)
                 of_batches.append(self.trained.step(split, loss_of, of_batch))
-            names = list(of_batches[0])
-            numbers = torch.stack([torch.stack([metrics[name] for name in names]) for metrics in of_batches]).tolist()
-            columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
-            means = {name: sum(column) / len(batches) for name, column in columns.items()}
+            numbers = torch.stack([torch.stack([*metrics.values()]) for metrics in of_batches]).cpu()
+            columns = dict(zip(of_batches[0], numbers.unbind(dim=1), strict=True))
+            means = {name: float(column.mean()) for name, column in columns.items()}
             # The memory used on a rank's node. Divided by the number of ranks, the sum is a mean over ranks.
             node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.world_size
             *totals, memory_gb = sum_over_ranks([*means.values(), node_memory_gb], self.device)
             sums = dict(zip(means, totals, strict=True))
-        seconds, num_made = time.perf_counter() - start_s, sum(map(math.isfinite, columns["grad_norm"]))
+        seconds, num_made = time.perf_counter() - start_s, int(columns["grad_norm"].isfinite().sum())
         counted = {"updates": num_made, "skipped_updates": len(batches) - num_made, "lr": self.trained.learning_rate}
         if ends_step:
             self.trained.num_updates += 1

@@ -46,12 +46,10 @@ class RewardModel(ModelRole):
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response: that of the environment, if it gave one, or else the model's."""
         tokens = data.select(list(TOKENS), [], [])
-        limit = self.keys.max_length
         if self.texts is not None:
-            texts, limit = self.texts.tokenize(data), longest_row(self.config, self.role)
+            texts = self.texts.tokenize(data)
             tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
-        if limit is not None:
-            tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
+        tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], longest_row(self.config, self.role))
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
@@ -74,9 +72,8 @@ class RewardModel(ModelRole):
 def last_tokens(column: Tensor, limit: int) -> Tensor:
     """A ragged column with only the last `limit` tokens of each row."""
     values, offsets = ragged_parts(column)
-    lengths = offsets.diff()
-    first_kept = torch.repeat_interleave(offsets[1:] - limit, lengths)
-    return ragged(values[torch.arange(len(values)) >= first_kept], lengths.clamp(max=limit))
+    rows = torch.split(values, offsets.diff().tolist())
+    return ragged(torch.cat([row[-limit:] for row in rows]), offsets.diff().clamp(max=limit))
 
 
 class RuleReward(Worker):
@@ -86,8 +83,7 @@ class RuleReward(Worker):
         model_keys = config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
         reward = rewards.load_reward_function(config, setup.reward)
-        in_process = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else None
-        self.reward: rewards.Reward = in_process or reward
+        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))

@@ -101,11 +101,7 @@ class Rollout(ModelRole):
             self.engine.update_weights(((name, whole(weight)) for name, weight in weights.items()), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take_weights(self, weights: DataProto) -> None:
-        """Take some of the weights, as the actor's `export_weights` returns them."""
-        self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), None)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def end_of_weights(self, version: int) -> None:
-        """All weights have been taken. The engine drops what it computed with the old ones."""
-        self.engine.update_weights((), version)
+    def take_weights(self, weights: DataProto, version: int | None) -> None:
+        """Take some of the weights, as the actor's `export_weights` returns them. The last call gives the version; then
+        the engine drops what it computed with the old weights."""
+        self.engine.update_weights(((name, row[0]) for name, row in weights.batch.items()), version)

@@ -5,7 +5,6 @@ If the reward has no KL penalty, log-probs may still be computed while the criti
 outside of this module, and padded to the longest response here, because the algorithms take padded tensors.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,23 +70,23 @@ class Estimator:
         prompts: DataProto,
         rollouts: DataProtoFuture,
         scores: DataProtoFuture,
-        values: DataProtoFuture | None,
-        log_probs: Sequence[DataProtoFuture],
         baselines: DataProtoFuture | None,
+        *per_token: DataProtoFuture | None,
     ) -> Estimated:
-        """Advantages and returns. `log_probs` are those of the actor and the reference, if a KL penalty needs them."""
+        """Advantages and returns. `per_token` are the critic's values, and the log-probs of actor and reference if a KL
+        penalty needs them."""
         sizes, scored = rollouts.get(keys=(*SIZES, *OF_TURNS)), scores.get()
         lengths: Tensor = sizes.batch["num_response_tokens"]
         mask = sampled_mask(sizes.batch, lengths)
         tensors = {"token_level_scores": token_level_scores(sizes, scored, mask.shape[1])}
-        for future in (values, *log_probs):
-            fetched = future.get(keys=PER_TOKEN).batch.items() if future is not None else ()
-            tensors.update({key: pad_ragged(column) for key, column in fetched})
+        for future in (future for future in per_token if future is not None):
+            columns = future.get(keys=PER_TOKEN).batch
+            tensors.update({key: pad_ragged(column) for key, column in columns.items()})
         of_greedy = None
         if baselines is not None:  # one for each prompt, whose samples are next to each other
             scores_of_prompts = baselines.get(keys=["scores"]).batch["scores"]
             of_greedy = scores_of_prompts.repeat_interleave(len(prompts) // len(scores_of_prompts))
-        given = (rollouts, scores, values, *log_probs, baselines)
+        given = (rollouts, scores, baselines, *per_token)
         after = tuple(call.number for future in given if future is not None for call in future.calls)
         with driver_span("adv", next_call_number(), after) as ended:
             metrics = self._estimate(prompts.non_tensor_batch["uid"], tensors, mask, of_greedy)
@@ -105,8 +104,7 @@ class Estimator:
             log_probs = tensors["old_log_probs"], tensors["ref_log_prob"]
             rewards, current_kl = apply_kl_penalty(rewards, *log_probs, mask, coefficient, keys.kl_penalty)
             self.kl_controller.update(float(current_kl), len(mask))
-            metrics["actor/reward_kl_penalty"] = float(current_kl)
-            metrics["actor/reward_kl_penalty_coeff"] = float(coefficient)
+            metrics |= {"actor/reward_kl_penalty": float(current_kl), "actor/reward_kl_penalty_coeff": coefficient}
         settings = keys.model_dump(include={"gamma", "lam", "norm_adv_by_std_in_grpo"})
         inputs = {"values": tensors.get("values"), "index": uids, "reward_baselines": baselines}
         advantages, returns = compute_advantage(keys.adv_estimator, rewards, mask, config=keys, **settings, **inputs)

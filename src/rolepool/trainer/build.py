@@ -5,7 +5,7 @@ class plays which role is in the table of `rolepool.placement.roles`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ CPUS_PER_HELPER, MAX_HELPERS = 8, 8
 """Rule rewards use one process for so many CPUs of the driver's node, up to a limit."""
 Reward = Callable[..., Any]
 """A reward function that the config does not name."""
+Models = dict[str, PretrainedConfig]
+"""The config.json of each model of a run, by the key that names the model."""
 WEIGHTS_PER_CALL = 16
 """Tensors in one call of a weight sync, which is about two layers."""
 
@@ -52,15 +54,10 @@ def build_roles(
             cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
     model_keys = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
-    setup = Setup(
-        num_steps,
-        dtype,
-        estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches,
-        stop_token_ids=(tokenizer.eos_token_id,),
-        pad_token_id=tokenizer.pad_token_id,
-        policy_loss=policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode),
-        reward=reward,
-    )
+    stop_token_ids, pad_token_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
+    micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
+    policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    setup = Setup(num_steps, dtype, micro_batches, stop_token_ids, pad_token_id, policy_loss, reward)
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
@@ -83,23 +80,26 @@ def build_roles(
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
 
-def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> None:
-    """Raise ConfigError, before a process starts, if a model, function or class cannot be loaded."""
+def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Models:
+    """The models of a run. Raises ConfigError, before a process starts, if a model, function or class cannot be
+    loaded."""
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    list(_read_models(config, plan))  # reading them checks them
+    sections = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
+    models = {section: read_model_config(config, section) for section in sections}
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
     if Role.RewardModel not in plan.roles:
         load_reward_function(config, reward)
     elif reward is not None:
         raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
+    return models
 
 
-def check_prompts(config: Config, plan: Plan, prompts: Sequence[PromptSet]) -> None:
+def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) -> None:
     """Raise an error, before a process starts, if a model cannot read the prompts: if policy or critic do not have one
     of their tokens, or if a reward model cannot read what the policy writes. The chat template of a reward model is
     tried with the first prompt of each set."""
-    for section, model in _read_models(config, plan):
+    for section, model in models.items():
         keys, vocab_size = config.at(section), model.get_text_config().vocab_size
         if not isinstance(keys, RewardModelModelConfig):
             for one in prompts:
@@ -107,12 +107,6 @@ def check_prompts(config: Config, plan: Plan, prompts: Sequence[PromptSet]) -> N
         elif (texts := reward_texts(config, section, vocab_size)) is not None:
             for one in prompts:
                 texts.check(one)
-
-
-def _read_models(config: Config, plan: Plan) -> Iterator[tuple[str, PretrainedConfig]]:
-    """The section and config.json of each model of a run. Raises ConfigError if it cannot be read."""
-    for section in dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles):
-        yield section, read_model_config(config, section)
 
 
 def sync_here(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[CallFuture]]:
@@ -129,7 +123,8 @@ def sync_across(actor: RoleProxy, rollout: RoleProxy) -> Callable[[int], list[Ca
     groups = [names[start : start + WEIGHTS_PER_CALL] for start in range(0, len(names), WEIGHTS_PER_CALL)]
 
     def sync(version: int) -> list[CallFuture]:
-        taken = [rollout.take_weights(actor.export_weights(*group)) for group in groups]
-        return [*taken, rollout.end_of_weights(version)]
+        versions = [*[None] * (len(groups) - 1), version]  # the last call gives the version
+        exported = [actor.export_weights(*group) for group in groups]
+        return [rollout.take_weights(*taken) for taken in zip(exported, versions, strict=True)]
 
     return sync

@@ -71,19 +71,14 @@ class Checkpoints:
     def newest(self) -> tuple[Path, Position] | None:
         """The newest checkpoint of the run folder, and the state of the run when it was saved."""
         path = model_files.newest_checkpoint(self._folder.path, self._parts)
-        return None if path is None else (path, Position.model_validate_json((path / "trainer.json").read_bytes()))
+        return None if path is None else (path, _position(path))
 
     def check_folder_is_shared(self, roles: Roles) -> None:
         """Raise ConfigError if a rank that saves checkpoints cannot access the run folder."""
-        probe = self._folder.path.absolute() / ".shared-folder-probe"
         setting = f"trainer.default_local_dir={self._keys.default_local_dir}"
-        probe.touch()
-        try:
-            for role in roles.trained.values():
-                fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
-                role.group.check_exists(setting, probe, fix)
-        finally:
-            probe.unlink()
+        fix = "name a folder that all nodes share, or set trainer.save_freq=-1"
+        for role in roles.trained.values():
+            role.group.check_exists(setting, self._folder.lock_file.absolute(), fix)
 
     def save(self, roles: Roles, position: Position) -> None:
         """Write a checkpoint atomically, then remove the checkpoints that are no longer kept."""
@@ -184,10 +179,8 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
         raise ConfigError(f"{run}: no checkpoint of {role}{where}; {fix}")
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
-    try:
+    with explained(f"{key}={model}: not found", "run the export on a machine that has it"):
         model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
-    except OSError:
-        raise ConfigError(f"{key}={model}: not found; run the export on a machine that has it") from None
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
         model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
     return saved

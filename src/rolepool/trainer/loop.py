@@ -5,7 +5,6 @@ step has begun. Saving and validating wait for that.
 """
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -16,7 +15,6 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
 import torch
 
@@ -31,8 +29,6 @@ from rolepool.models.checkpoint import remove_unfinished
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import ROLE_SPECS
-from rolepool.protocol import DataProtoFuture
-from rolepool.protocol.columns import TOKENS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
@@ -57,23 +53,20 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = self.in_steps = False
-        self._last_s = -math.inf
+        self._last_s = 0.0
         self._error = KeyboardInterrupt
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Handle signals in the block; in the main thread only, because Python delivers them nowhere else."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        except KeyboardInterrupt as interrupt:  # the only kind that Ray passes on
-            raise self._error(*interrupt.args) from None
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        is_main = threading.current_thread() is threading.main_thread()
+        with ExitStack() as restored:
+            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+                restored.callback(signal.signal, number, signal.signal(number, self._ask))
+            try:
+                yield
+            except KeyboardInterrupt as interrupt:  # the only kind that Ray passes on
+                raise self._error(*interrupt.args) from None
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         last_s, self._last_s = self._last_s, time.monotonic()
@@ -95,22 +88,20 @@ class Trainer:
         self.observer = Observer()
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
-        check_inputs(self.config, self.plan, reward)
-        keys = self.config.actor_rollout_ref.model
-        self.tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
-        data = self.config.data
-        seed = self.config.trainer.seed if data.seed is None else data.seed
+        models = check_inputs(self.config, self.plan, reward)
+        keys, data, model = self.config.trainer, self.config.data, self.config.actor_rollout_ref.model
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        seed = keys.seed if data.seed is None else data.seed
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
-        check_prompts(self.config, self.plan, [prompts, *([self.val_prompts] if self.val_prompts else [])])
-        num_epochs = self.config.trainer.total_epochs
-        self.num_steps = self.config.trainer.total_training_steps or num_epochs * self.loader.num_steps_per_epoch
-        self.save_freq = self.config.trainer.save_freq or self.num_steps  # -1 stays -1: never
+        check_prompts(self.config, models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
+        self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
+        self.save_freq = keys.save_freq or self.num_steps  # -1 stays -1: never
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.loggers = Loggers(self.config)
-        self.folder = RunFolder(self.config.trainer.default_local_dir)
+        self.folder = RunFolder(keys.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
         self.interrupt = Interrupt()
@@ -142,12 +133,11 @@ class Trainer:
                         "that run with trainer.resume_mode=auto"
                     )
             if saved is not None and self.start_step >= self.num_steps and not self.config.trainer.val_only:
-                has_epochs = self.config.trainer.total_training_steps is None
-                key = "trainer.total_epochs" if has_epochs else "trainer.total_training_steps"
+                name = "total_training_steps" if self.config.trainer.total_training_steps else "total_epochs"
                 self.observer.on_notice(
                     f"nothing left to do: {saved} is the checkpoint of step {self.start_step}, and "
-                    f"{key}={self.loaded.value_of(key)} ends with step {self.num_steps}; raise it to continue, or set "
-                    "trainer.resume_mode=disable to start a new run"
+                    f"trainer.{name}={self.config.at(f'trainer.{name}')} ends with step {self.num_steps}; raise it to "
+                    "continue, or set trainer.resume_mode=disable to start a new run"
                 )
                 return
             self._last_row = self.start_step
@@ -183,28 +173,26 @@ class Trainer:
     def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
         for attempt in count(1):
-            with ExitStack() as started:
-                try:
-                    self._start_once(saved, position, started)
-                except WorkerError as error:
-                    if not error.is_death or attempt > self.config.trainer.max_restarts:
-                        raise
-                    self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
-                    continue
-                cleanup.push(started.pop_all())
+            try:
+                self._start_once(saved, position, cleanup)
                 return
+            except WorkerError as error:
+                if not error.is_death or attempt > self.config.trainer.max_restarts:
+                    raise
+                cleanup.close()
+                self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
 
-    def _start_once(self, saved: Path | None, position: Position, started: ExitStack) -> None:
+    def _start_once(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
         keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
         address, num_cpus, timeout_s = ray_init.address, ray_init.num_cpus, self.config.placement.timeout_s
         self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
-        started.enter_context(self.cluster)
+        cleanup.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)
-        started.callback(self.snapshots.keepers.close)
+        cleanup.callback(self.snapshots.keepers.close)
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -228,37 +216,33 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""
-        number, has_its_weights = self.start_step, True
+        number = self.start_step
         self.snapshots.take(self.roles, self._position(number))
         while True:
             try:
-                if not has_its_weights:
-                    self._begin_step(number)
                 self._end_step(number)
                 self._move_if_asked(number)
+                if self.config.trainer.val_only or number >= self.num_steps:
+                    return
+                if self.interrupt.asked and self._unfinished is None and number > self.start_step:
+                    break
+                self._begin_step(number + 1)
+                number += 1
             except WorkerError as error:
-                number, has_its_weights = self._recover(error), True
-                continue
+                number = self._recover(error)
             except KeyboardInterrupt:
                 if not self.interrupt.in_steps:
                     raise
-                ended = self._before[0].step if self._before else self.start_step
-                words = f"the steps after step {ended} were dropped; {self.checkpoints.newest_in_words}"
+                words = f"the steps after step {self._last_row} were dropped; {self.checkpoints.newest_in_words}"
                 raise KeyboardInterrupt(words) from None
-            if self.config.trainer.val_only or number >= self.num_steps:
-                return
-            if self.interrupt.asked and self._unfinished is None and number > self.start_step:
-                raise KeyboardInterrupt(self._ended_in_words(number))
-            number, has_its_weights = number + 1, False
+        raise KeyboardInterrupt(self._ended_in_words(number))
 
     def _ended_in_words(self, number: int) -> str:
-        key = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
-        after = "not saved (trainer.save_freq=-1)"
         if self.saved_step == number:
-            after = f"saved; the same command{key} resumes from it"
-        elif self.save_freq > 0 and self.bad_steps.reason is not None:
-            after = f"not saved because {self.bad_steps.reason}; {self.checkpoints.newest_in_words}"
-        return f"step {number} was finished and {after}"
+            key = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+            return f"step {number} was finished and saved; the same command{key} resumes from it"
+        reason = "trainer.save_freq=-1" if self.save_freq < 0 else self.bad_steps.reason
+        return f"step {number} was finished and not saved because {reason}; {self.checkpoints.newest_in_words}"
 
     def _begin_step(self, number: int) -> None:
         """Queue all calls of a step and write the row of the step before it, whose last calls have ended by now."""
@@ -268,8 +252,7 @@ class Trainer:
         step = self.step(self.config, self.roles, self.estimator, prompts, number)
         self.snapshots.take(self.roles, self._position(number))
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
-            rollouts = cast(DataProtoFuture, step.calls["gen"][0]).get(keys=TOKENS)
-            samples = samples_of(prompts, rollouts, step.estimated.scored, self.tokenizer)
+            samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         lengths = step.estimated.lengths
@@ -306,27 +289,22 @@ class Trainer:
 
         Raises the error if the work would fail again, if it failed too often, or if there is no such state.
         """
-        start_s, deaths, step = time.monotonic(), list[tuple[str, list[str]]](), None
-        while step is None:
-            self.num_restarts += 1
-            if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
-                error = self.cluster.find_death() or error
-            if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
-                raise error
-            pools: list[str] = []
-            deaths.append((error.problems[0], pools))
-            try:
-                step = self._restore(pools)
-            except WorkerError as again:  # another process has died meanwhile
-                error = again
-                continue
-            if step is None:
-                raise error
-        seconds = time.monotonic() - start_s
-        for what, pools in deaths:
-            replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
-            self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
-            self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
+        start_s, pools = time.monotonic(), list[str]()
+        self.num_restarts += 1
+        if not error.is_death:  # it may be a consequence of a death, such as weights that did not arrive
+            error = self.cluster.find_death() or error
+        if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+            raise error
+        try:
+            step = self._restore(pools)
+        except WorkerError as again:  # another process has died meanwhile
+            step = self._recover(again)
+        if step is None:
+            raise error
+        what, seconds = error.problems[0], time.monotonic() - start_s
+        replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
+        self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
+        self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
         return step
 
     def _restore(self, pools: list[str]) -> int | None:
@@ -352,10 +330,9 @@ class Trainer:
             found = self.checkpoints.newest() or found
         if found is None:
             return None
-        source, position = found
-        self._load(trained, source, position)
+        self._load(trained, *found)
         self.monitors.watch()
-        return position.step
+        return found[1].step
 
     def _replace_nodes(self) -> list[str]:
         """Start processes instead of those that were on lost nodes. Returns the names of the pools that are new."""
@@ -409,8 +386,7 @@ class Trainer:
             self.rebalancer.after_step(number)
         if self._move is None and (request := take_request(self.folder.path)) is not None:
             try:
-                loaded, plan = moved(self.config, request.words)
-                self.move(plan, loaded).has_request = True
+                self.move(*moved(self.config, request.words)).has_request = True
             except RolepoolError as error:
                 self._end_move(one_line(error))
         move = self._move

@@ -7,10 +7,9 @@ the new processes, which happens in a thread while the old pools work. `rolepool
 steps are the calibration, and then it moves to the placement that is predicted to be the best.
 """
 
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.plan import detect_gpu_memory
-from rolepool.placement.roles import ROLE_SPECS
 from rolepool.planner.predict import Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
@@ -66,15 +64,15 @@ def request_file(run_folder: Path) -> Path:
     return run_folder / "move.json"
 
 
-def moved(config: Config, words: Sequence[str]) -> tuple[LoadedConfig, Plan]:
-    """The config with these settings, and its plan. Raises an error if a run cannot change to them while it trains."""
+def moved(config: Config, words: Sequence[str]) -> tuple[Plan, LoadedConfig]:
+    """The plan with these settings, and its config. Raises an error if a run cannot change to them while it trains."""
     others = [word for word in words if not word.startswith(MOVABLE)]
     if others or not words:
         can = f"a move changes placement.*, trainer.nnodes, trainer.n_gpus_per_node and {TENSOR_PARALLEL}"
         fix = "give key=value words with these keys; for other keys, stop the run and resume it with them"
         raise ConfigError(f"{others[0] if others else 'move'}: {can}; {fix}")
     loaded = load_config([without_placement(config, words)], words)
-    return loaded, build_plan(loaded.config)
+    return build_plan(loaded.config), loaded
 
 
 def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None) -> None:
@@ -92,8 +90,7 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before:
 
 def changed_pools(config: Config, plan: Plan, new_config: Config, new_plan: Plan) -> list[str]:
     """The pools of the new plan that need new processes. Pools with the same GPUs, roles and groups are kept."""
-    keys = [spec.tensor_parallel for spec in ROLE_SPECS.values() if spec.tensor_parallel is not None]
-    if any(config.at(key) != new_config.at(key) for key in keys):
+    if config.at(TENSOR_PARALLEL) != new_config.at(TENSOR_PARALLEL):
         return list(new_plan.pools)
     return [name for name, pool in new_plan.pools.items() if plan.pools.get(name) != pool]
 
@@ -166,9 +163,8 @@ def resolve(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     if folder is None:
         steps = f"steps 1 to {NUM_CALIBRATION_STEPS} run in one pool and are the calibration"
         return loaded, [f"placement.strategy=auto: there is no profile; {steps}, then the run moves if that is faster"]
-    inventory = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
-    best, *_ = _search(read_recordings([folder], None), config, inventory)
-    chosen, _ = moved(config, best.name.split())
+    best = _search(read_recordings([folder], None), config, build_plan(config).gpus_per_node)[0]
+    _, chosen = moved(config, best.name.split())
     return replace(loaded, config=chosen.config), [f"placement.strategy=auto: {in_words(best)} (from {folder})"]
 
 
@@ -200,24 +196,26 @@ class Rebalancer:
         self._trainer, self._keys = trainer, trainer.config.placement
         self._num_tries = MAX_TRIES if self._keys.chooses else 0
         """How many placements a calibration may still try."""
-        self._thread: threading.Thread | None = None
-        self._found: tuple[Prediction, float] | None = None
-        """The placement to move to, and the step time before the move."""
+        self._thread = ThreadPoolExecutor(1)
+        self._search: Future[tuple[Prediction, float] | None] | None = None
+        """Finds the placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
         self.has_moved(trainer.start_step, FIRST_MOVE_S)
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
-        if self._found is not None:
-            self._ask(*self._found)
-            self._found = None
-        elif self._thread is not None and not self._thread.is_alive():
-            self._thread = None
+        if self._search is None:
+            if number >= self._due and (self._may_move or self._expected is not None):
+                self._search = self._thread.submit(self._look, number)
+        elif self._search.done():
+            ended, self._search = self._search, None
             self._wait(number)
-        elif self._thread is None and number >= self._due and (self._may_move or self._expected is not None):
-            self._thread = threading.Thread(target=self._look, args=(number,), daemon=True)
-            self._thread.start()
+            try:
+                if (found := ended.result()) is not None:
+                    self._ask(*found)
+            except Exception as error:  # no prediction may stop training
+                self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
 
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
@@ -232,14 +230,11 @@ class Rebalancer:
     def _may_move(self) -> bool:
         return self._num_tries > 0 or self._keys.rebalance
 
-    def _look(self, number: int) -> None:
+    def _look(self, number: int) -> tuple[Prediction, float] | None:
+        """The placement to move to, and the step time now; None if the run stays where it is."""
         trainer = self._trainer
-        try:
-            recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
-            found, now_s = _search(recordings, trainer.config, trainer.plan.gpus_per_node), recordings[-1].step_s
-        except RolepoolError as error:
-            trainer.observer.on_notice(f"placement: no other one was looked for: {one_line(error)}")
-            return
+        recordings = recordings_of(read_run(trainer.folder.path, LAST_BYTES))
+        found, now_s = _search(recordings, trainer.config, trainer.plan.gpus_per_node), recordings[-1].step_s
         if self._expected is not None:
             (last, before_s), self._expected = self._expected, None
             text = f"{before_s:.3g} s per step before the move, {last.step_s:.3g} s predicted, {now_s:.3g} s measured"
@@ -249,19 +244,16 @@ class Rebalancer:
         best = found[hoped_s.index(min(hoped_s))]
         gain_s, num_left = now_s - min(hoped_s), trainer.num_steps - number
         least_s = 0.0 if self._num_tries else self._keys.rebalance_gain * now_s
-        if self._may_move and places(best.plan) != places(trainer.plan) and gain_s > least_s:
-            self._found = (best, now_s) if gain_s * num_left > self._move_s else None
+        is_other = self._may_move and places(best.plan) != places(trainer.plan)
+        if is_other and gain_s > least_s and gain_s * num_left > self._move_s:
+            self._num_tries = max(0, self._num_tries - 1)
+            return best, now_s
         if self._num_tries:
-            self._num_tries = 0 if self._found is None else self._num_tries - 1
-            if self._found is None:
-                trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+            self._num_tries = 0
+            trainer.observer.on_notice(f"placement.strategy=auto: stays with {trainer.plan.in_words}")
+        return None
 
     def _ask(self, best: Prediction, before_s: float) -> None:
-        try:
-            loaded, plan = moved(self._trainer.config, best.name.split())
-            self._trainer.move(plan, loaded)
-        except RolepoolError as error:
-            self._trainer.observer.on_notice(f"placement: the run does not move: {one_line(error)}")
-            return
+        self._trainer.move(*moved(self._trainer.config, best.name.split()))
         self._expected = best, before_s
         self._trainer.observer.on_notice(f"placement: {in_words(best)}, instead of {before_s:.3g} s now")

@@ -87,11 +87,9 @@ class _Notes:
         self.last_of.update(dict.fromkeys(roles, position))
         return PaperBatch(frozenset({position}))
 
-    def estimate(
-        self, prompts: Any, rollouts: Any, scores: Any, values: Any, log_probs: list[Any], baselines: Any
-    ) -> SimpleNamespace:
+    def estimate(self, *given: Any) -> SimpleNamespace:
         """Replaces the estimator: the driver waits for all that it is given."""
-        batch = self.call((), rollouts, scores, values, *log_probs, baselines)
+        batch = self.call((), *given)
         self.waited_for |= batch.calls
         return SimpleNamespace(batch=batch, lengths=())
 

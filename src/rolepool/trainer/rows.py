@@ -100,12 +100,11 @@ def validate(
     most_samples = len(prompts) * num_samples if writes_all else max(NUM_SAMPLES, num_logged)
     for batch in validation_batches(prompts, config.data.val_batch_size):
         rows = repeated(batch, num_samples)
-        columns = rows.non_tensor_batch
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
-        all_graded.extend(_scored_responses(columns["data_source"], scored.get()))
+        all_graded.extend(_scored_responses(rows.non_tensor_batch["data_source"], scored.get()))
         if len(samples) < most_samples:
-            generated = samples_of(rows, rollouts.get(keys=TOKENS), scored.get(), tokenizer)
+            generated = samples_of(rows, rollouts, scored.get(), tokenizer)
             samples.extend(islice(generated, most_samples - len(samples)))
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics = validation_metrics(all_graded, num_samples)
@@ -113,12 +112,13 @@ def validate(
 
 
 def samples_of(
-    prompts: DataProto, rollouts: DataProto, scored: DataProto, tokenizer: PreTrainedTokenizerBase
+    prompts: DataProto, rollouts: Any, scored: DataProto, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
-    """The texts, ground truth, score and data source of each response, and other numbers of the reward function."""
+    """The texts, ground truth, score and data source of each response, and other numbers of the reward function.
+    `rollouts` is the future of the generation; only its tokens are fetched."""
     columns = prompts.non_tensor_batch
     graded = _scored_responses(columns["data_source"], scored)
-    for index, response in enumerate(rows_of_responses(rollouts.batch)):
+    for index, response in enumerate(rows_of_responses(rollouts.get(keys=TOKENS).batch)):
         numbers = dict(graded[index].numbers)
         sample = {
             "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),

@@ -39,12 +39,10 @@ class Snapshots:
         """The places that have files of ranks before a move."""
         self.keepers = Keepers(snapshot_number, cluster.nodes if self._every > 0 else ())
 
-    def take(self, roles: Roles, position: Position) -> None:
-        """Queue a snapshot of the state after this step, if one is due. The first one is always taken."""
-        if self._every > 0 and not (self._taken and position.step % self._every):
-            self._take(roles, position)
-
-    def _take(self, roles: Roles, position: Position) -> None:
+    def take(self, roles: Roles, position: Position, *, is_wanted: bool = False) -> None:
+        """Queue a snapshot of the state after this step, if one is due or wanted. The first one is always taken."""
+        if self._every < 0 or (self._taken and position.step % self._every and not is_wanted):
+            return
         nodes, where = self._cluster.nodes, self.keepers.where(self._cluster.nodes)
         if where.keys() != nodes.keys():
             return  # the next one is taken
@@ -72,8 +70,8 @@ class Snapshots:
         """Wait for the snapshot of the state after this step, which is taken now if it was not due. False if there are
         no snapshots."""
         deadline = time.monotonic() + COMPLETE_TIMEOUT_S
-        if self._every > 0 and all(one[0].step != position.step for one in self._taken):
-            self._take(roles, position)
+        if all(one[0].step != position.step for one in self._taken):
+            self.take(roles, position, is_wanted=True)
         while self._every > 0 and time.monotonic() < deadline:
             _, newest = self.newest(roles, position.step) or (None, None)
             if newest is not None and newest.step == position.step:

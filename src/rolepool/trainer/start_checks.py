@@ -18,22 +18,17 @@ from rolepool.placement.checks import find_problems, find_warnings, models_of
 def check_start(config: Config) -> list[str]:
     """Raise ConfigError with all problems, or return the warnings, a line for each."""
     problems: list[str] = []
-    warnings: list[str] = []
+    gpus = 0 if config.trainer.device == "cpu" else num_gpus()
     try:
         plan = build_plan(config)
         key_of = {path: key for key, (path, _) in reversed(models_of(config, plan).items())}  # each path once
-        reasons = [why_no_model(key, path) for path, key in reversed(key_of.items())]
-        problems += [reason for reason in reasons if reason is not None]
-        problems += find_problems(config, plan)
-        gpus = 0 if config.trainer.device == "cpu" else num_gpus()
-        problems += _capacity(config, plan, gpus)
-        on_cpus = config.trainer.device != "cuda" and not gpus
-        warnings += find_warnings(config, plan, on_cpus=on_cpus)
+        problems += filter(None, (why_no_model(key, path) for path, key in reversed(key_of.items())))
+        problems += [*find_problems(config, plan), *_capacity(config, plan, gpus)]
     except RolepoolError as error:
         problems += error.problems
     problems += find_data_problems(config)
     ConfigError.raise_if_any(dict.fromkeys(problems))
-    return warnings
+    return list(find_warnings(config, plan, on_cpus=config.trainer.device != "cuda" and not gpus))
 
 
 def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:

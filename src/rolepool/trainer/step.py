@@ -66,9 +66,8 @@ def learn(
     old = roles.actor.compute_log_prob(rollouts)
     ref = roles.ref.compute_ref_log_prob(rollouts) if roles.ref else None
 
-    log_probs = [old] if ref is None else [old, ref]
-    in_reward = log_probs if config.algorithm.use_kl_in_reward else []
-    estimated = estimator.estimate(prompts, rollouts, scores, values, in_reward, baselines)  # the driver waits here
+    in_reward = (old, ref) if config.algorithm.use_kl_in_reward else ()
+    estimated = estimator.estimate(prompts, rollouts, scores, baselines, values, *in_reward)  # the driver waits here
     batch = rollouts.union(estimated.batch)
     updates: dict[str, list[CallFuture]] = {"update_critic": [], "update_actor": [], "update_weights": []}
     if roles.critic and values is not None:
