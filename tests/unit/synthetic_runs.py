@@ -205,6 +205,7 @@ def _row(
         row[f"pool/{name}/busy_s"] = busy_s
         row[f"pool/{name}/idle_s"] = step_s - busy_s
         row[f"pool/{name}/busy_fraction"] = busy_s / step_s
+        row[f"pool/{name}/utilization"] = 100 * busy_s / step_s
         row[f"pool/{name}/peak_memory_gb"] = max(span.peak_memory_bytes for span in here) / 1e9
     busy_s = sum(row[f"pool/{name}/busy_s"] for name in plan.pools)
     row["overlap/saved_s"] = max(0.0, busy_s - step_s)

@@ -170,29 +170,20 @@ def test_the_largest_gain_comes_first() -> None:
 # Other programs on the machine
 
 
-def disturbed_run(slow: float, percent: float, tokens: float = 1.0) -> Run:
-    """30 steps. In the last 10, generation takes `slow` times as long, and processes use `percent` of a core while they
-    are busy instead of 90%; the work grows `tokens` times."""
+def disturbed_run(slow: float, percent: float, tokens: float = 1.0, busy: float = 1.0) -> Run:
+    """30 steps. The last 10 take `slow` times as long, and processes use `percent` of a core while they are busy
+    instead of 90%; the work grows `tokens` times, and processes are busy `busy` times as long."""
     run = make_run(num_steps=30, overrides=("trainer.n_gpus_per_node=2",))
-    spans, rows, shift_s = [], {}, 0.0
-    for step, (start_s, end_s) in step_bounds(run.spans).items():
-        factor = slow if step > 20 else 1.0
-        for each in (one for one in run.spans if one.step == step):
-            times = {
-                name: start_s + shift_s + factor * (getattr(each.span, name) - start_s) for name in ("start_s", "end_s")
-            }
-            spans.append(each._replace(span=each.span._replace(**times)))
-        rows[step] = {"perf/total_num_tokens": 1000.0 * (tokens if step > 20 else 1.0)}
-        shift_s += (factor - 1) * (end_s - start_s)
-    bounds = step_bounds(spans)
-    busy = {ACTOR: 1.0, CRITIC: 0.2}
-    monitor = []
-    for second in range(int(bounds[1][0]), int(bounds[30][1])):
-        used = 90.0 if second < bounds[21][0] else percent
-        one = {"pid": 1, "rank": 0, "roles": [], "memory_bytes": 0}
-        processes = [{**one, "pool": pool, "cpu_percent": used * share} for pool, share in busy.items()]
-        monitor.append({"time_s": float(second), "node": "n", "gpus": [], "processes": processes})
-    return replace(run, spans=spans, metrics=rows, monitor=monitor)
+    rows = {}
+    for step in run.metrics:
+        is_slow = step > 20
+        rows[step] = {"timing_s/step": 10.0 * (slow if is_slow else 1.0)}
+        rows[step]["perf/total_num_tokens"] = 1000.0 * (tokens if is_slow else 1.0)
+        for pool, share in {ACTOR: 1.0, CRITIC: 0.2, "reward_cpu": 0.01}.items():
+            share *= busy if is_slow else 1.0
+            rows[step][f"pool/{pool}/busy_fraction"] = share
+            rows[step][f"pool/{pool}/utilization"] = share * (percent if is_slow else 90.0)
+    return replace(run, metrics=rows)
 
 
 def test_steps_that_become_slower_while_utilization_falls_show_outside_load() -> None:
@@ -219,16 +210,16 @@ def test_other_changes_are_a_property_of_the_run(slow: float, percent: float, to
 
 def test_ranks_that_wait_longer_for_each_other_are_not_outside_load() -> None:
     """From step 21 on, ranks are busy half as long and use half as much: they wait, and do as much while they work."""
-    run = disturbed_run(slow=2.0, percent=45.0)
-    spans = []
-    for each in run.spans:
-        end_s = each.span.end_s - (each.span.duration_s / 2 if each.step > 20 else 0.0)
-        spans.append(each._replace(span=each.span._replace(end_s=end_s)))
-    assert outside_load(replace(run, spans=spans)) is None
+    assert outside_load(disturbed_run(slow=2.0, percent=90.0, busy=0.5)) is None
+    assert outside_load(disturbed_run(slow=2.0, percent=45.0, busy=0.5)) is not None
 
 
 def test_without_samples_or_with_few_steps_nothing_is_known_about_outside_load() -> None:
-    assert outside_load(replace(disturbed_run(2.0, 45.0), monitor=[])) is None
+    run = disturbed_run(2.0, 45.0)
+    for row in run.metrics.values():
+        for pool in (ACTOR, CRITIC):
+            del row[f"pool/{pool}/utilization"]
+    assert outside_load(run) is None
     assert outside_load(make_run(num_steps=0)) is None
 
 

@@ -42,6 +42,7 @@ def test_one_frame_shows_pools_operations_busy_time_reward_and_time_left(
     lane_of = {line.split(",")[0]: after for line, after in itertools.pairwise(lines)}
     assert re.fullmatch(r" gen=+ old_\w+ ref=+ update_actor=+ u *", lane_of["actor_rollout_ref_pool"])
     assert re.fullmatch(r" \.+ values? \.+ update_critic=+ *", lane_of["critic_pool"])
+    assert re.search(r"^critic_pool, busy \d+%, use \d+%, \d\.\d GiB *$", out, re.M)
     assert lines[-1].startswith("reward ▂▃")
     assert lines[-1].endswith("0.167 -> 0.706")
     assert max(map(len, lines)) <= 80

@@ -5,20 +5,19 @@ page, and the thresholds above which something is reported. Every finding includ
 is in `tables.yaml`. Also owns the sign of other programs on the machine, which `compare` asks for.
 """
 
-from bisect import bisect_left
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from rolepool.metrics.sampling import pool_use
-from rolepool.metrics.spans import BETWEEN_STEPS, Recorded, Timeline, critical_path, lanes, step_bounds, step_metrics
+from rolepool.metrics.spans import Recorded, Timeline, critical_path, lanes, step_metrics
 from rolepool.placement.plan import DRIVER, RULE_POOL
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
 from rolepool.planner.predict import Prediction
 from rolepool.report.plots import TABLES
-from rolepool.report.run import Run, value_at
+from rolepool.report.run import TIMING, Run, value_at
 
 MAX_STEPS = 200
 """Steps over which averages are computed."""
@@ -26,8 +25,8 @@ IMBALANCE, HAND_OVER, SAVED = 0.05, 0.05, 0.02
 """Thresholds, as fractions of a step."""
 LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
 
-MAX_PERIODS, MIN_STEPS, MIN_SAMPLES = 10, 3, 5
-"""Periods that are compared to find outside load, and the steps and samples that each needs."""
+MAX_PERIODS, MIN_STEPS = 10, 4
+"""Periods that are compared to find outside load, and the steps with samples that each needs."""
 SLOWER, LESS_USE = 1.2, 0.85
 """Outside load: a period is this much slower than the fastest one, and uses less than this part of its utilization."""
 
@@ -156,29 +155,24 @@ def outside_load(run: Run) -> str | None:
 
 def _periods(run: Run) -> list[Period]:
     """Consecutive parts of the run, without its first step; none if it is too short, or without samples."""
-    bounds = step_bounds(run.spans)
-    steps, samples = sorted(bounds)[1:], sorted(run.monitor, key=lambda sample: sample["time_s"])
-    times_s = [sample["time_s"] for sample in samples]
-    of_pools = [one for one in run.spans if one.span.pool not in (DRIVER, RULE_POOL)]
-    num_ranks = len({(one.span.pool, one.span.rank) for one in of_pools})
-    busy_s: dict[int, float] = defaultdict(float)
-    for step, _, span in (one for one in of_pools if one.operation not in BETWEEN_STEPS):
-        busy_s[step] += span.duration_s / num_ranks
-    count = min(MAX_PERIODS, len(steps) // MIN_STEPS, len(samples) // MIN_SAMPLES)
+    steps = [step for step, row in run.metrics.items() if _mean_of_pools([row], "utilization")][1:]
+    count = min(MAX_PERIODS, len(steps) // MIN_STEPS)
     periods = []
     for index in range(count):
         chosen = steps[len(steps) * index // count : len(steps) * (index + 1) // count]
-        lengths_s = [bounds[step][1] - bounds[step][0] for step in chosen]
-        tokens = [run.metrics.get(step, {}).get("perf/total_num_tokens", 1.0) for step in chosen]
-        ranges = [[bisect_left(times_s, time_s) for time_s in bounds[step]] for step in chosen]
-        uses = [pool_use(sample) for first, last in ranges for sample in samples[first:last]]
-        percents = [percent for use in uses for pool, (percent, _) in use.items() if pool != RULE_POOL]
-        busy = sum(busy_s[step] for step in chosen)
-        if percents and busy and min(*tokens, *lengths_s) > 0:
-            token_s = median(length_s / number for length_s, number in zip(lengths_s, tokens, strict=True))
-            busy_percent = fmean(percents) * sum(lengths_s) / busy
-            periods.append(Period(chosen[0], chosen[-1], median(lengths_s), token_s, busy_percent))
+        rows = [run.metrics[step] for step in chosen]
+        times_s = [row[f"{TIMING}step"] for row in rows]
+        token_s = median(row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows)
+        busy_percent = _mean_of_pools(rows, "utilization") / _mean_of_pools(rows, "busy_fraction")
+        periods.append(Period(chosen[0], chosen[-1], median(times_s), token_s, busy_percent))
     return periods
+
+
+def _mean_of_pools(rows: Sequence[Mapping[str, float]], metric: str) -> float:
+    """The mean of a metric of pools, without the pool of the rule reward; 0 if there is none."""
+    pattern = re.compile(rf"pool/(?!{RULE_POOL}/).*/{metric}")
+    values = [value for row in rows for name, value in row.items() if pattern.fullmatch(name)]
+    return fmean(values) if values else 0.0
 
 
 # Findings about batches and memory

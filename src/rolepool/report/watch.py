@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.text import Text
 
 from rolepool.metrics.run_folder import State, sparkline
-from rolepool.metrics.sampling import pool_use
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
@@ -55,10 +54,6 @@ class WatchedRun:
     def __init__(self, folder: str | Path) -> None:
         self.run = read_run(folder, LAST_BYTES, sampled_lines)
         self.current = parts_of(self.run)[-1]
-        self._utilization: dict[str, list[str]] = {}
-        for sample in self.run.monitor:
-            for pool, (percent, gib) in pool_use(sample).items():
-                self._utilization[pool] = [f"use {percent:.0f}%", f"{gib:.1f} GiB"]
         state = self.run.read_whole("state.json", TypeAdapter(State).validate_json)
         is_current = state is not None and time.time() - state.time_s < SILENT_S and not self.run.is_finished
         self.state = state if is_current else None
@@ -114,10 +109,12 @@ class WatchedRun:
                 yield lane(bars, end_s - start_s)
 
     def _title(self, words: str, pool: str) -> Text:
-        """The words, and how busy the pool was in the last steps."""
+        """The words, how busy the pool was in the last steps, and its utilization and memory in the last one."""
         busy = self._recent(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
         more = [f"busy {fmean(busy):.0%}"] if busy else []
-        return Text(", ".join([words, *more, *self._utilization.get(pool, [])]))
+        more += [f"use {percent:.0f}%" for percent in self._recent(f"pool/{pool}/utilization")[-1:]]
+        more += [f"{gib:.1f} GiB" for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]]
+        return Text(", ".join([words, *more]))
 
 
 def lane(bars: Sequence[Bar], axis_s: float) -> Text:
