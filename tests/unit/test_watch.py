@@ -194,10 +194,13 @@ def test_a_number_of_steps_that_is_none_is_unknown(tmp_path: Path, rolepool: Cal
     assert out.startswith("run: step 2, ")
 
 
-def test_a_silent_run_says_for_how_long(tmp_path: Path) -> None:
+def test_the_first_line_says_whether_the_run_still_runs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    assert "nothing written" not in text_of(WatchedRun(folder))
-    for name in ("metrics.jsonl", "spans.jsonl", "monitor.jsonl"):
-        status = (folder / name).stat()
-        os.utime(folder / name, (status.st_atime, status.st_mtime - 300))
-    assert "nothing written for 5 min" in text_of(WatchedRun(folder))
+    assert text_of(WatchedRun(folder)).splitlines()[0].endswith(", stopped")
+    for process, state in ((os.getpid(), "running"), (999_999_999, "failed")):
+        (folder / ".lock").write_text(f"process {process} on {os.uname().nodename}", encoding="utf-8")
+        assert text_of(WatchedRun(folder)).splitlines()[0].endswith(f", {state}")
+    (folder / ".lock").write_text("process 12 on elsewhere", encoding="utf-8")
+    assert text_of(WatchedRun(folder)).splitlines()[0].endswith(", unknown")
+    write_state(folder)
+    assert text_of(WatchedRun(folder)).splitlines()[0].endswith(", running")

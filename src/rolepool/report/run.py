@@ -8,11 +8,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+import psutil
 import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
@@ -170,6 +172,22 @@ def open_run(folder: str | Path) -> Run:
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
     run.plans = history.plans if history is not None else []
     return run
+
+
+def state_of(run: Run, *, is_silent: bool) -> str:
+    """What has become of a run: running, finished, stopped, failed or unknown (docs/profiling.md explains them). A run
+    holds a lock, which names its process and its machine. It removes the lock when it ends."""
+    lock = run.folder / ".lock"
+    if not lock.is_file():
+        return "finished" if run.is_finished else "stopped"
+    pid, _, machine = lock.read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
+    if machine != os.uname().nodename:
+        return "running" if not is_silent else "finished" if run.is_finished else "unknown"
+    with suppress(psutil.NoSuchProcess, ValueError):
+        # A process that is younger than the lock is another one with the same number.
+        if psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 2:
+            return "running"
+    return "finished" if run.is_finished else "failed"
 
 
 def parts_of(run: Run) -> list[Run]:

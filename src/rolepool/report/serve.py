@@ -19,11 +19,9 @@ from statistics import median
 from typing import Any
 from urllib.parse import parse_qs
 
-import psutil
-
 from rolepool.errors import ConfigError, RolepoolError, one_line
 from rolepool.report import compare as comparison
-from rolepool.report.run import TIMING, Run, finite_values, parts_of, read_run, sampled_lines, value_at
+from rolepool.report.run import TIMING, Run, finite_values, parts_of, read_run, sampled_lines, state_of, value_at
 from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
@@ -79,26 +77,11 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         silent_s = max(0.0, time.time() - max(written_s))
         times_s = finite_values(parts_of(run)[-1].metrics, f"{TIMING}step")  # since the last move
         step_s = median([*times_s.values()][-10:]) if times_s else 0.0
-        state = state_of(folder, run.is_finished, is_silent=silent_s > max(SILENT_S, 5 * step_s))
+        state = state_of(run, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
     times = {"started_s": min(written_s), "silent_s": silent_s, "step_s": step_s}
     return {"name": name, "state": state, "run": run, "files": signature, **times}
-
-
-def state_of(folder: Path, is_finished: bool, is_silent: bool) -> str:
-    """A run holds a lock, which names its process and its machine. It removes the lock when it ends."""
-    lock = folder / ".lock"
-    if not lock.is_file():
-        return "finished" if is_finished else "stopped"
-    pid, _, machine = lock.read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
-    if machine != os.uname().nodename:
-        return "running" if not is_silent else "finished" if is_finished else "unknown"
-    with suppress(psutil.NoSuchProcess, ValueError):
-        # A process that is younger than the lock is another one with the same number.
-        if psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 2:
-            return "running"
-    return "finished" if is_finished else "failed"
 
 
 # Pages

@@ -21,7 +21,7 @@ from rolepool.metrics.run_folder import State, sparkline
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
-from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines
+from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines, state_of
 from rolepool.terminal import Terminal
 
 LAST_STEPS = 5
@@ -29,7 +29,7 @@ LAST_STEPS = 5
 LAST_BYTES = 2**20
 """How much of the end of spans and samples is read."""
 SILENT_S = 30.0
-"""A run that has written nothing for longer may have ended."""
+"""A state that is older is not what runs now."""
 SHORT_S = 3.0
 """Steps that are shorter cannot be followed, because `state.json` is written once per second."""
 LANE_WIDTH = 78
@@ -72,12 +72,7 @@ class WatchedRun:
         if last and self.run.num_steps is not None and not self.run.is_finished:
             words.append(f"about {timedelta(seconds=round((self.run.num_steps - self.run.step) * fmean(last)))} left")
         words += [f"{name}: {count}" for name, count in self.run.event_counts.items()]
-        written_s = max((file.stat().st_mtime for file in self.run.folder.glob("*.jsonl")), default=time.time())
-        silent_s = time.time() - written_s
-        if self.run.is_finished:
-            words.append("finished")
-        elif self.state is None and silent_s > max(SILENT_S, *last, 0):
-            words.append(f"nothing written for {duration(silent_s)}")
+        words.append(state_of(self.run, is_silent=self.state is None))
         curve = "no reward yet"
         if rewards := [*finite_values(self.run.metrics, "critic/score/mean").values()]:
             curve = f"reward {sparkline(rewards, width=50)} {rewards[0]:.3f} -> {rewards[-1]:.3f}"
