@@ -197,6 +197,7 @@ def test_of_a_long_run_whole_steps_are_left_out_and_curves_keep_their_extremes()
 
 def test_lanes_are_left_out_when_one_step_has_too_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolepool.report.views.MAX_SPANS", 8)
+    monkeypatch.setattr("rolepool.report.views.MAX_LANES", 3)
     windows = page_data(make_run(num_steps=2))["windows"]
     assert [(window["why"], len(window["starts"]), window["num_hidden"]) for window in windows] == [("median", 1, 2)]
 

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_
 
 MAX_POINTS = 500
 MAX_SPANS = 10_000
+MAX_LANES = 500
 MAX_STEPS_SHOWN = 12
 """Steps on the timeline of a run that has more than `MAX_SPANS` spans."""
 
@@ -164,21 +166,17 @@ def _choose_steps(grouped: SpansByStep, bounds: Bounds) -> dict[str, list[int]]:
 
 def _window(grouped: SpansByStep, bounds: Bounds, steps: list[int], operations: list[str]) -> dict[str, Any]:
     """Lanes with spans and waits in a window of steps; times count from its start. Spans that start before it or end
-    after it are shown with their full length. If a single step has too many spans, the last lanes are skipped."""
+    after it are shown with their full length. Lanes after the first `MAX_LANES` are skipped."""
     start_s, end_s = bounds[steps[0]][0], bounds[steps[-1]][1]
     timeline = around(grouped, steps[0], steps[-1])
     all_lanes = lanes(timeline, start_s, end_s)
     shown: list[dict[str, Any]] = []
-    num_spans = 0
-    for (pool, rank), lane in all_lanes.items():
+    for (pool, rank), lane in islice(all_lanes.items(), MAX_LANES):
         waits = [(*piece[:3], piece.start_s - start_s, piece.duration_s) for piece in lane if piece.position == NONE]
         spans = []
         for step, operation, span in (timeline[piece.position] for piece in lane if piece.position != NONE):
             counts = (span.num_rows, span.num_tokens, span.peak_memory_bytes, [*span.part_seconds.items()])
             spans.append((operations.index(operation), step, span.start_s - start_s, span.duration_s, *counts))
-        num_spans += len(spans)
-        if shown and num_spans > MAX_SPANS:
-            break
         shown.append({"pool": pool, "rank": rank, "spans": spans, "waits": waits})
     starts = [(step, bounds[step][0] - start_s) for step in steps]
     return {"starts": starts, "seconds": end_s - start_s, "lanes": shown, "num_hidden": len(all_lanes) - len(shown)}
