@@ -17,9 +17,8 @@ from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environmen
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
-from rolepool.placement.plan import Plan
+from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
-from rolepool.placement.strategies import build_plan
 
 MAX_ADVICE = 4
 MAX_COMBINED = 4

@@ -17,9 +17,8 @@ from rolepool.config.fitting import num_cores
 from rolepool.errors import ConfigError, RolepoolError, explained
 from rolepool.files import atomic_path
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
-from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
-from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
 from rolepool.planner.search import places, search
