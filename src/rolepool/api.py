@@ -191,22 +191,20 @@ class Run:
 
 def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
-    if "trainer.n_gpus_per_node" not in loaded.set_keys:
-        fitted = loaded.config
-        if inventory is not None:
-            fitted = fitted.with_value("trainer.n_gpus_per_node", max(inventory))
-        elif fitted.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
-            # The plan is not for another machine, and the default is the number of CPU slots.
-            fitted = fitted.with_value("trainer.device", "cpu")
-        loaded = replace(loaded, config=fitted)
+    config, is_set = loaded.config, "trainer.n_gpus_per_node" in loaded.set_keys
+    if not is_set and inventory is not None:
+        config = config.with_value("trainer.n_gpus_per_node", max(inventory))
+    elif not is_set and config.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
+        # The plan is not for another machine, and the default is the number of CPU slots.
+        config = config.with_value("trainer.device", "cpu")
     # Use the whole inventory, or only as many nodes and GPUs as the user has set.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
     replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
-    made = replan(loaded.config)
+    made = replan(config)
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
-    summary = _summary_of(loaded.config, made, gpu_memory_bytes, replan)
+    summary = _summary_of(config, made, gpu_memory_bytes, replan)
     refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
-    warnings = [*refused, *loaded.warnings, *find_warnings(loaded.config, made, on_cpus=on_cpus)]
+    warnings = [*refused, *loaded.warnings, *find_warnings(config, made, on_cpus=on_cpus)]
     if on_cpus or (inventory is None and max(made.gpus_per_node) <= num_gpus()):  # the plan is for such machines
         warnings += find_snapshot_warnings(summary.snapshot_bytes)
     return replace(summary, warnings=warnings)

@@ -28,7 +28,7 @@ from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.config.sources import load_file
-from rolepool.errors import ConfigError, explained, first_few, one_line
+from rolepool.errors import ConfigError, collected, explained, first_few, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 MIN_SIMILARITY = 0.9
@@ -120,11 +120,9 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     sources = [partial(_read_source, file) for file in files]
     sources += [partial(_parse_override, override) for override in overrides]
     for read in sources:
-        try:
+        tree: dict[str, Any] = {}
+        with collected(problems):
             tree = read()
-        except ConfigError as error:
-            problems.extend(error.problems)
-            continue
         if not extensions:
             _import_extensions(tree)
         for path, value in _flatten(tree):
@@ -170,11 +168,10 @@ def unknown_key(path: str) -> str:
         return f"is a section; set one of its keys, such as {examples}"
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
     without_first_sections = [key for key in keys if key.endswith(f".{path}")]
-    other_dots = [key for key in keys if key.replace(".", "") == path.replace(".", "")]
     similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
-    found = without_first_sections or other_dots or similar or only_one
+    found = without_first_sections or similar or only_one
     return f"unknown key; did you mean {found[0]}?" if found else "unknown key; `rolepool config` lists all keys"
 
 

@@ -39,10 +39,11 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
     problems += [*_engine(config), *_packing(config, plan)]
-    # Raise ConfigError unless the environment and the function that reads tool calls can be imported.
+    # Raise ConfigError unless the environment, the engine and the function that reads tool calls can be imported.
     import_environment(config.environment.path, config.environment.name)
-    if ":" in (calls := config.actor_rollout_ref.rollout.multi_turn.format):
-        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
+    for key in ("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.multi_turn.format"):
+        if ":" in config.at(key):
+            import_object(key, config.at(key))
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -137,8 +138,6 @@ def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks. Engines that
     cannot be trained with yet are reported by `LoadedConfig.why_not_trained`."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if ":" in keys.engine:
-        import_object("actor_rollout_ref.rollout.name", keys.engine)
     reasons = engines_of(config)
     if (reason := reasons.get(keys.engine)) is not None:
         able = [name for name, problem in reasons.items() if problem is None]

@@ -21,7 +21,7 @@ from rolepool.config import Config
 from rolepool.config.fitting import gpu_memories
 from rolepool.config.functions import import_object
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
-from rolepool.errors import ConfigError, PlacementError
+from rolepool.errors import ConfigError, PlacementError, collected
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of, needed_roles
 
 DRIVER = "driver"
@@ -262,10 +262,8 @@ def place(
     problems: list[str] = []
     for name, pool in manager.resource_pool_dict.items():
         roles = tuple(role for role, home in manager.roles.items() if home == name)
-        try:
+        with collected(problems):
             pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
-        except PlacementError as error:
-            problems.extend(error.problems)
     PlacementError.raise_if_any(problems)
     return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)
 
