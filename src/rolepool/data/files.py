@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from rolepool.config import Config, show
 from rolepool.data.rewards import check_functions
 from rolepool.data.rules import rules_for
-from rolepool.errors import ConfigError, DataError, RolepoolError, explained
+from rolepool.errors import ConfigError, DataError, collected, explained
 
 Row = dict[str, Any]
 
@@ -50,10 +50,8 @@ def find_problems(config: Config) -> list[str]:
     checks += [] if config.reward_model.enable else [partial(check_functions, config)]
     problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
     for check in checks:
-        try:
+        with collected(problems):
             check()
-        except RolepoolError as error:
-            problems.extend(error.problems)
     return list(dict.fromkeys(problems))
 
 

@@ -10,7 +10,7 @@ from rolepool.config import Config
 from rolepool.config.fitting import num_gpus
 from rolepool.config.model_files import why_no_model
 from rolepool.data.files import find_problems as find_data_problems
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError, collected
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings, models_of
 
@@ -19,7 +19,7 @@ def check_start(config: Config) -> list[str]:
     """Raise ConfigError with all problems, or return the warnings, a line for each."""
     problems: list[str] = []
     warnings: list[str] = []
-    try:
+    with collected(problems):
         plan = build_plan(config)
         key_of = {path: key for key, (path, _) in reversed(models_of(config, plan).items())}  # each path once
         reasons = [why_no_model(key, path) for path, key in reversed(key_of.items())]
@@ -29,8 +29,6 @@ def check_start(config: Config) -> list[str]:
         problems += _capacity(config, plan, gpus)
         on_cpus = config.trainer.device != "cuda" and not gpus
         warnings += find_warnings(config, plan, on_cpus=on_cpus)
-    except RolepoolError as error:
-        problems += error.problems
     problems += find_data_problems(config)
     ConfigError.raise_if_any(dict.fromkeys(problems))
     return warnings
