@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rolepool.config.loading import NOT_IMPLEMENTED, show, status
+from rolepool.config.loading import show
 from rolepool.config.schema import Key, all_keys
 
 
@@ -19,7 +19,7 @@ def markdown() -> str:
         "then overrides in their order. `${a.b}` stands for the value of another key. `+key=value` means the same as",
         "`key=value`. `rolepool config` prints every key with its value, `rolepool config KEY` explains one.",
         "",
-        "`rolepool plan` and `rolepool config` accept keys marked *not implemented yet*; `rolepool train` stops with",
+        "`rolepool plan` and `rolepool config` accept keys that are not implemented yet; `rolepool train` stops with",
         "an error if one of them is set to another value than the one that works.",
     ]
     heading = None
@@ -38,8 +38,7 @@ def _heading_of(key: Key) -> str:
 
 
 def _row(key: Key) -> str:
-    meaning = key.doc if key.path not in NOT_IMPLEMENTED else f"{key.doc} *{status(key.path)}.*"
-    cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", meaning]
+    cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", key.doc]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.fitting import num_gpus
 from rolepool.data.rewards import PYTHON_FUNCTION
-from rolepool.errors import ConfigError, DataError, PlacementError, explained, one_line
+from rolepool.errors import ConfigError, DataError, PlacementError, explained
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
+from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
 from rolepool.placement.estimate import estimate_memory, snapshot_bytes
 from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
@@ -191,36 +191,32 @@ class Run:
 
 def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
-    if "trainer.n_gpus_per_node" not in loaded.set_keys:
-        fitted = loaded.config
-        if inventory is not None:
-            fitted = fitted.with_value("trainer.n_gpus_per_node", max(inventory))
-        elif fitted.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
-            # The plan is not for another machine, and the default is the number of CPU slots.
-            fitted = fitted.with_value("trainer.device", "cpu")
-        loaded = replace(loaded, config=fitted)
+    config, is_set = loaded.config, "trainer.n_gpus_per_node" in loaded.set_keys
+    if not is_set and inventory is not None:
+        config = config.with_value("trainer.n_gpus_per_node", max(inventory))
+    elif not is_set and config.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
+        # The plan is not for another machine, and the default is the number of CPU slots.
+        config = config.with_value("trainer.device", "cpu")
     # Use the whole inventory, or only as many nodes and GPUs as the user has set.
     take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
     replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
-    made = replan(loaded.config)
+    made = replan(config)
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
-    summary = _summary_of(loaded.config, made, gpu_memory_bytes, replan, on_cpus=on_cpus)
+    summary = _summary_of(config, made, gpu_memory_bytes, replan)
     refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
-    warnings = [*refused, *loaded.warnings, *summary.warnings]
+    warnings = [*refused, *loaded.warnings, *find_warnings(config, made, on_cpus=on_cpus)]
     if on_cpus or (inventory is None and max(made.gpus_per_node) <= num_gpus()):  # the plan is for such machines
         warnings += find_snapshot_warnings(summary.snapshot_bytes)
     return replace(summary, warnings=warnings)
 
 
-def _summary_of(
-    config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Callable[[Config], Plan], *, on_cpus: bool = False
-) -> PlanSummary:
+def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Replan) -> PlanSummary:
     from rolepool.trainer.paper import schedule_of
 
     estimate = estimate_memory(config, made, None if made.device == "cpu" else gpu_memory_bytes)
     overlaps = schedule_of(config).overlaps(made.roles)
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
-    warnings = list(find_warnings(config, made, on_cpus=on_cpus))
+    warnings = list(find_warnings(config, made, on_cpus=False))
     problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
     return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed)
 
@@ -271,8 +267,6 @@ def _as_json(row: Any, split: str, number: int) -> str:
     if not isinstance(row, Mapping):
         what = f"{split} data: row {number} is of type {type(row).__name__}, not a dict"
         raise DataError(f"{what}; give files, a list of dicts or a datasets.Dataset")
-    try:
+    what = f"{split} data: row {number} cannot be written as JSON"
+    with explained(what, "use texts, numbers, lists and dicts", TypeError, ValueError):
         return json.dumps(dict(row))
-    except (TypeError, ValueError) as error:
-        what = f"{split} data: row {number} cannot be written as JSON ({one_line(error)})"
-        raise DataError(f"{what}; use texts, numbers, lists and dicts") from error

@@ -44,8 +44,9 @@ def _dispatch(arguments: list[str]) -> int | None:
 def plan(parser: Parser, arguments: list[str]) -> int | None:
     """Show which roles run on which GPUs, whether they fit in memory, and what runs at the same time."""
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
-    parser.add_argument("--live", action="store_true", help="read the inventory from the running Ray cluster")
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
+    nodes.add_argument("--live", action="store_true", help="read the inventory from the running Ray cluster")
     parser.add_argument("--gpu-memory", metavar="80", help="memory of one GPU in GiB; default: this machine's GPU")
     parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
     options = parser.parse_intermixed_args(arguments)
@@ -55,8 +56,6 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
 
     loaded = load_words(options)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
-    if options.live and inventory is not None:
-        raise ConfigError("--live and --inventory: both give the inventory; use only one of them")
     if options.live:
         from rolepool.cluster.cluster import live_inventory
 

@@ -82,6 +82,15 @@ def explained(what: str, fix: str, *also: type[Exception]) -> Iterator[None]:
         raise ConfigError(f"{what} ({one_line(error)}); {fix}") from error
 
 
+@contextmanager
+def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
+    """Add the problems of a RolepoolError in the block to a list, and do not raise it."""
+    try:
+        yield
+    except RolepoolError as error:
+        problems.extend(f"{prefix}{problem}" for problem in error.problems)
+
+
 def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first `most` names in one line, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []

@@ -15,8 +15,7 @@ from rolepool.placement.checks import Advice, find_problems
 from rolepool.placement.estimate import MemoryEstimate, PoolMemory, RoleMemory, estimate_memory
 from rolepool.placement.plan import ResourcePool, Slot, place
 from rolepool.placement.render import PlanSummary
-from rolepool.placement.roles import ROLE_SPECS
-from rolepool.placement.strategies import needed_roles
+from rolepool.placement.roles import ROLE_SPECS, needed_roles
 
 MAX_NODES, MAX_GPUS = 64, 16
 NAMES = [*ROLE_SPECS, Role.ActorRollout]

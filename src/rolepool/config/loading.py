@@ -28,7 +28,7 @@ from rolepool.config.fitting import fitted_defaults, num_slots
 from rolepool.config.functions import OTHER_ENGINES, import_extensions
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.config.sources import load_file
-from rolepool.errors import ConfigError, explained, one_line
+from rolepool.errors import ConfigError, collected, explained, first_few, one_line
 
 KEY_PATTERN = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 MIN_SIMILARITY = 0.9
@@ -36,10 +36,6 @@ MIN_SIMILARITY = 0.9
 NULL_IS_UNSET = ("reward_model.", "custom_reward_function.")
 """Sections in which null in a file means that the key is not set: newer files of verl have these sections twice."""
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
-
-
-NOT_IMPLEMENTED: dict[str, Any] = {"actor_rollout_ref.model.lora_rank": 0}
-"""Keys that training does not implement yet, with the one value that works."""
 
 
 FALLBACK = "set actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine"
@@ -68,9 +64,11 @@ class LoadedConfig:
 
     def why_not_trained(self) -> list[str]:
         """A line for each key that can be planned, but not trained."""
-        wrong = {path: value for path, works in NOT_IMPLEMENTED.items() if (value := self.value_of(path)) != works}
-        problems = [f"{path}={show(value)}: {status(path)}; remove it" for path, value in wrong.items()]
-        rollout = self.config.actor_rollout_ref.rollout
+        problems: list[str] = []
+        rollout, lora_rank = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model.lora_rank
+        if lora_rank:
+            fix = "not implemented yet, only 0 works; remove it"
+            problems.append(f"actor_rollout_ref.model.lora_rank={lora_rank}: {fix}")
         if rollout.engine in OTHER_ENGINES:
             problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}")
         if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
@@ -84,13 +82,16 @@ class LoadedConfig:
             if self.value_of(key) > 0 and not self.config.data.val_files:
                 fix = f"set data.val_files, or remove {key}"
                 problems.append(f"{key}={show(self.value_of(key))}: there are no validation prompts; {fix}")
-        return [*problems, *missing_loggers(self.config)]
+        for name in self.config.trainer.logger:
+            if name in ("tensorboard", "wandb", "mlflow") and find_spec(name) is None:
+                fix = f"pip install 'rolepool[{name}]', or remove it from the list"
+                problems.append(f"trainer.logger: {name} is not installed; {fix}")
+        return problems
 
     def notes(self) -> list[str]:
         """A line that lists the settings that were accepted and change nothing, if there are any."""
-        keys = [setting.partition("=")[0] for setting in self.without_effect]
-        names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} others" if len(keys) > 3 else "")
-        return [f"no effect here: {names}; `rolepool config` with the same arguments says why"] if keys else []
+        names = first_few([setting.partition("=")[0] for setting in self.without_effect], 3)
+        return [f"no effect here: {names}; `rolepool config` with the same arguments says why"] if names else []
 
     def explain(self, path: str) -> str:
         """Meaning, type, default and current value of a key; for a section, one entry for each of its keys."""
@@ -101,13 +102,7 @@ class LoadedConfig:
             raise ConfigError(f"{show(path)}: {unknown_key(path)}")
         key = all_keys()[path]
         lines = [f"{path} = {show(self.value_of(path))}", key.doc, f"type: {key.type_text}"]
-        lines += [f"default: {show(key.default)}", *([status(path)] if path in NOT_IMPLEMENTED else [])]
-        return "\n  ".join(lines)
-
-
-def status(path: str) -> str:
-    """What a key that is not implemented can be set to."""
-    return f"not implemented yet, only {show(NOT_IMPLEMENTED[path])} works"
+        return "\n  ".join([*lines, f"default: {show(key.default)}"])
 
 
 def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
@@ -125,11 +120,9 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     sources = [partial(_read_source, file) for file in files]
     sources += [partial(_parse_override, override) for override in overrides]
     for read in sources:
-        try:
+        tree: dict[str, Any] = {}
+        with collected(problems):
             tree = read()
-        except ConfigError as error:
-            problems.extend(error.problems)
-            continue
         if not extensions:
             _import_extensions(tree)
         for path, value in _flatten(tree):
@@ -154,13 +147,6 @@ def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterab
     return LoadedConfig(config, frozenset(leaves), without_effect | _unused(config, leaves), warnings)
 
 
-def missing_loggers(config: Config) -> list[str]:
-    """A line for each logger of the config that is a package and is not installed."""
-    packages = [name for name in config.trainer.logger if name in ("tensorboard", "wandb", "mlflow")]
-    fix = "trainer.logger: {0} is not installed; pip install 'rolepool[{0}]', or remove it from the list"
-    return [fix.format(name) for name in packages if find_spec(name) is None]
-
-
 def show(value: Any) -> str:
     """A value on one line, as a user would type it."""
     if value is None or isinstance(value, bool):
@@ -182,11 +168,10 @@ def unknown_key(path: str) -> str:
         return f"is a section; set one of its keys, such as {examples}"
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
     without_first_sections = [key for key in keys if key.endswith(f".{path}")]
-    other_dots = [key for key in keys if key.replace(".", "") == path.replace(".", "")]
     similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
-    found = without_first_sections or other_dots or similar or only_one
+    found = without_first_sections or similar or only_one
     return f"unknown key; did you mean {found[0]}?" if found else "unknown key; `rolepool config` lists all keys"
 
 

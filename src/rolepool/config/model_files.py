@@ -168,15 +168,9 @@ def read_shape(path: str | None, overrides: Mapping[str, Any] | None = None) -> 
 
 def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
     """Why a rollout engine cannot run the model of a config.json; None if it can, or if the file does not say."""
-    if engine == "native":
-        return why_not_native(content)
-    if content.get("is_encoder_decoder"):
-        return f"the {engine} engine cannot run an encoder-decoder model"
-    return None
-
-
-def why_not_native(content: Mapping[str, Any]) -> str | None:
-    """Why the native engine cannot run the model of a config.json; None if it can, or if the file does not say."""
+    if engine != "native":
+        is_wrong = content.get("is_encoder_decoder")
+        return f"the {engine} engine cannot run an encoder-decoder model" if is_wrong else None
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     for what, value, supported in (
         ("model_type", content.get("model_type") or MODEL_TYPES[0], MODEL_TYPES),

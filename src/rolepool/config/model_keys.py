@@ -60,7 +60,7 @@ class PolicyModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code from the model folder. Set it only for folders that you trust."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Rank of LoRA adapters; not implemented yet, only 0 works, which trains all weights."""
     lora_alpha: Annotated[int, Field(ge=0)] = 16
     """Scale of LoRA adapters; used if lora_rank is greater than 0."""
     override_config: dict[str, Any] = Field(default_factory=dict)

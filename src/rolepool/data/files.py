@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from rolepool.config import Config, show
 from rolepool.data.rewards import PYTHON_FUNCTION, functions_of
 from rolepool.data.rules import rules_for
-from rolepool.errors import ConfigError, DataError, RolepoolError, explained
+from rolepool.errors import ConfigError, DataError, collected, explained
 
 Row = dict[str, Any]
 
@@ -51,10 +51,8 @@ def find_problems(config: Config) -> list[str]:
     checks += [partial(functions_of, config)] if has_functions else []
     problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
     for check in checks:
-        try:
+        with collected(problems):
             check()
-        except RolepoolError as error:
-            problems.extend(error.problems)
     return list(dict.fromkeys(problems))
 
 

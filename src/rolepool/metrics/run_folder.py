@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rolepool.config import Config
-from rolepool.config.loading import missing_loggers
 from rolepool.errors import ConfigError, explained
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import Recorded
@@ -281,7 +280,6 @@ class Loggers:
         self._config = config
         self._names = [name for name in config.trainer.logger if name in MAKERS]
         self._loggers: dict[str, tuple[Log, Close]] = {}
-        ConfigError.raise_if_any(missing_loggers(config))
 
     def start(self, folder: Path) -> None:
         self._try(self._names, lambda name: self._loggers.update({name: MAKERS[name](self._config, folder)}))

@@ -1,7 +1,6 @@
 """Placement: which roles are in which pools on which GPUs. Only data and arithmetic, no torch, no ray."""
 
-from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, build_plan
 from rolepool.placement.roles import Role
-from rolepool.placement.strategies import build_plan
 
 __all__ = ["Plan", "ResourcePool", "ResourcePoolManager", "Role", "build_plan"]

@@ -17,9 +17,8 @@ from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environmen
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
-from rolepool.placement.plan import Plan
+from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
-from rolepool.placement.strategies import build_plan
 
 MAX_ADVICE = 4
 MAX_COMBINED = 4
@@ -40,10 +39,11 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
     problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
     problems += [*_engine(config), *_packing(config, plan)]
-    # Raise ConfigError unless the environment and the function that reads tool calls can be imported.
+    # Raise ConfigError unless the environment, the engine and the function that reads tool calls can be imported.
     import_environment(config.environment.path, config.environment.name)
-    if ":" in (calls := config.actor_rollout_ref.rollout.multi_turn.format):
-        import_object("actor_rollout_ref.rollout.multi_turn.format", calls)
+    for key in ("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.multi_turn.format"):
+        if ":" in config.at(key):
+            import_object(key, config.at(key))
     if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
         fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
         problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
@@ -138,8 +138,6 @@ def _engine(config: Config) -> Iterator[str]:
     """The rollout engine must be able to run the policy, and to split it over its tensor-parallel ranks. Engines that
     cannot be trained with yet are reported by `LoadedConfig.why_not_trained`."""
     model, keys = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if ":" in keys.engine:
-        import_object("actor_rollout_ref.rollout.name", keys.engine)
     reasons = engines_of(config)
     if (reason := reasons.get(keys.engine)) is not None:
         able = [name for name, problem in reasons.items() if problem is None]

@@ -1,9 +1,10 @@
 """The plan: which pool every role is in, which GPUs every pool has, and which operations can run at the same time.
 
 Owns the form of `--inventory` and `--gpu-memory`, `ResourcePool` and `ResourcePoolManager`, the names that a pool must
-not have, the schedule of a step, and the rule by which GPUs are assigned: pools in order, and in each pool the entries
-of `per_node` in order. An entry goes to the next node that has enough free GPUs, and takes the lowest free GPU numbers.
-A plan is plain data that can be written to JSON and read back. All other code asks the plan where a role is.
+not have, the schedule of a step, the built-in strategies (one small function each), and the rule by which GPUs are
+assigned: pools in order, and in each pool the entries of `per_node` in order. An entry goes to the next node that has
+enough free GPUs, and takes the lowest free GPU numbers. A plan is plain data that can be written to JSON and read back.
+All other code asks the plan where a role is.
 """
 
 import re
@@ -18,14 +19,18 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rolepool.config import Config
 from rolepool.config.fitting import gpu_memories
+from rolepool.config.functions import import_object
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
-from rolepool.errors import ConfigError, PlacementError
-from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of
+from rolepool.errors import ConfigError, PlacementError, collected
+from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of, needed_roles
 
 DRIVER = "driver"
 """The pool name in spans of the driver itself, which computes advantages and writes checkpoints."""
 RULE_POOL = "reward_cpu"
 """The pool name of the helper processes that compute rule rewards."""
+GLOBAL_POOL = "global_pool"
+ACTOR_POOL = "actor_rollout_ref_pool"
+CRITIC_POOL = "critic_pool"
 SHARE_TOLERANCE = 1e-9
 UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 NEXT_STEP = "next_"
@@ -175,22 +180,17 @@ class Schedule:
         return [(self.calls[first], self.calls[second]) for first, second in pairs if first not in before[second]]
 
     def overlaps(self, roles: Mapping[Role, str]) -> list[tuple[str, str]]:
-        """The pairs of operations that run at the same time with these roles in these pools."""
-        names = list(dict.fromkeys(call.operation for call in self.calls if call.roles))
-        return [pair for pair in combinations(names, 2) if self.can_overlap(*pair, roles)]
-
-    def can_overlap(self, one: str, other: str, roles: Mapping[Role, str] | None = None) -> bool:
-        """Whether some call of one operation can run at the same time as some call of the other: neither waits for the
-        other, and they use different pools. None stands for a pool for each role."""
+        """The pairs of operations that run at the same time with these roles in these pools: neither waits for the
+        other, and they use different pools."""
 
         def pools(call: ScheduledCall) -> set[str]:
             """The pools of a call. A role without a pool is a rule that runs on CPUs, outside of the plan's pools."""
-            return set() if roles is None else {roles.get(role, RULE_POOL) for role in call.roles}
+            return {roles.get(role, RULE_POOL) for role in call.roles}
 
-        return any(
-            {first.operation, second.operation} == {one, other} and pools(first).isdisjoint(pools(second))
-            for first, second in self.independent
-        )
+        apart = [pair for pair in self.independent if pools(pair[0]).isdisjoint(pools(pair[1]))]
+        together = {frozenset((first.operation, second.operation)) for first, second in apart}
+        names = dict.fromkeys(call.operation for call in self.calls if call.roles)
+        return [pair for pair in combinations(names, 2) if frozenset(pair) in together]
 
 
 # The plan
@@ -262,10 +262,8 @@ def place(
     problems: list[str] = []
     for name, pool in manager.resource_pool_dict.items():
         roles = tuple(role for role, home in manager.roles.items() if home == name)
-        try:
+        with collected(problems):
             pools[name] = replace(pool, slots=_take_slots(name, pool, left), roles=roles)
-        except PlacementError as error:
-            problems.extend(error.problems)
     PlacementError.raise_if_any(problems)
     return Plan(gpus_per_node=tuple(gpus_per_node), device=device, pools=pools, roles=manager.roles, mps=mps)
 
@@ -291,3 +289,100 @@ def _take_slots(name: str, pool: ResourcePool, left: list[list[float]]) -> tuple
     for slot in slots:
         left[slot.node][slot.gpu] -= pool.share
     return tuple(slots)
+
+
+# The strategies: functions from the config and the GPUs of each node to pools, and to the pool of each role. Nothing
+# outside of this file asks which one was chosen.
+
+
+def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, take_all: bool = False) -> Plan:
+    """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
+
+    `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
+    `take_all` divides the whole inventory, not only what those two keys ask for.
+    """
+    wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
+    inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
+    name, (needed, unused) = config.placement.strategy, needed_roles(config)
+    strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
+    manager: ResourcePoolManager = strategy(config, inventory if take_all else wanted)
+    if set(manager.roles) != set(needed):
+        reason = f"gives a pool to {', '.join(manager.roles)}, but the run needs {', '.join(needed)}"
+        fix = "return a pool for these roles, and for no others"
+        raise PlacementError(f"placement.strategy={name}: {reason}; {fix}")
+    plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
+    return plan.model_copy(update={"unused_roles": unused})
+
+
+def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
+    """One pool on all GPUs, all roles in it."""
+    needed, _ = needed_roles(config)
+    return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(needed, GLOBAL_POOL))
+
+
+def split(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
+    """Critic, reward model and added roles like them in one pool, all other roles in another."""
+    needed, unused = needed_roles(config)
+    if not any(ROLE_SPECS[role].has_scalar_head for role in needed):
+        reasons = " and ".join(reason for role, reason in unused.items() if ROLE_SPECS[role].has_scalar_head)
+        problem = f"no role would be in {CRITIC_POOL} because {reasons}"
+        raise PlacementError(f"placement.strategy=split: {problem}; use placement.strategy=standard")
+    share = config.placement.split.share
+    actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
+    per_node = {ACTOR_POOL: actor, CRITIC_POOL: critic}
+    pools = {name: {"per_node": counts, "share": share or 1.0} for name, counts in per_node.items()}
+    roles = {role: CRITIC_POOL if ROLE_SPECS[role].has_scalar_head else ACTOR_POOL for role in needed}
+    return ResourcePoolManager(pools, roles)
+
+
+def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
+    """Pools and roles as the user wrote them. Roles that the run does not need are skipped."""
+    placement, (needed, unused) = config.placement, needed_roles(config)
+    written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
+    if not placement.pools:
+        reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
+        raise PlacementError(f"placement.pools={{}}: {reason}")
+    specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
+    everything = ResourcePoolManager(specs, written)
+    fix, missing = f"set it to one of {', '.join(specs)}", [role for role in needed if role not in everything.roles]
+    problems = [f"placement.roles.{role}=null: the role has no pool; {fix}" for role in missing]
+    roles = {role: pool for role, pool in everything.roles.items() if role in needed}
+    for name in [name for name in specs if name not in roles.values()]:
+        skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]
+        why = f"its roles are not used: {', '.join(skipped)}" if skipped else "it has no role"
+        per_node = list(placement.pools[name].per_node)
+        problems.append(f"placement.pools.{name}={per_node}: {why}; give it a role or remove it")
+    PlacementError.raise_if_any(problems)
+    return ResourcePoolManager(specs, roles)
+
+
+STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": standard}
+"""`auto` begins like `standard`, if there is no profile from which a placement can be chosen before the start."""
+
+
+def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The GPUs per node of the actor's pool, and those of the critic's: whole nodes, or some GPUs of every node."""
+    wish, counts = config.placement.split, [num_gpus for num_gpus in gpus_per_node if num_gpus]
+    if sum(counts) < 2:
+        reason = f"two pools need at least 2 GPUs, and there is {sum(counts)}"
+        fix = "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
+        raise PlacementError(f"placement.strategy=split: {reason}; {fix}")
+    whole_nodes = wish.axis == "node"
+    if wish.axis == "auto":
+        whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
+    name, unit, other = ("actor_nodes", "node", "gpu") if whole_nodes else ("actor_gpus_per_node", "GPU", "node")
+    wanted = wish.at(name)
+    most = len(counts) if whole_nodes else max(counts) if wanted is None else min(counts)
+    if (wanted or 1) >= most:
+        key = f"axis={unit.lower()}" if wanted is None else f"{name}={wanted}"
+        taken = (f"all {most} {unit}s" if most > 1 else f"the only {unit}") + ("" if whole_nodes else " of a node")
+        fix = f"1 to {most - 1}" if most > 2 else "1" if most == 2 else f"placement.split.axis={other}"
+        reason = f"the actor takes {taken}, so none is left for the critic"
+        raise PlacementError(f"placement.split.{key}: {reason}; use {fix}")
+    if whole_nodes:
+        nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
+        actor_nodes = set(nodes[: wanted or (most + 1) // 2])
+        actor = [num_gpus if node in actor_nodes else 0 for node, num_gpus in enumerate(gpus_per_node)]
+    else:
+        actor = [min(wanted or (num_gpus + 1) // 2, num_gpus) for num_gpus in gpus_per_node]
+    return actor, [num_gpus - taken for num_gpus, taken in zip(gpus_per_node, actor, strict=True)]

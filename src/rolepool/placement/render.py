@@ -22,7 +22,8 @@ from rolepool.terminal import Terminal
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MAX_ROWS_ALIKE = 4
 """More nodes than this that look the same are shown as one row."""
-MAX_COLUMNS = 16
+MAX_COLUMNS, TABLE_COLUMNS = 16, 8
+"""Most GPUs of a node that are shown, and most that are shown side by side."""
 GRID_GAP = 3
 MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
@@ -68,16 +69,10 @@ class PlanSummary:
         gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
         title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
         parts: list[RenderableType] = [Text(title, style="bold"), ""]
-        parts += [*_grid(plan, console.width), _pool_table(plan, memory), ""]
+        parts += [*_grid(plan), _pool_table(plan, memory), ""]
         if memory.pools and plan.device != "cpu":
             parts.extend([_memory_table(plan, memory), ""])
-        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(plan, self.overlaps, memory)]
-        if self.snapshot_bytes > GIB // 10:
-            needed = f"{self.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY} on each node, to go on if a process dies"
-            lines.append(Text.assemble(("snapshots: ", "bold"), needed))
-        if reasons := [reason for reason in self.engines.values() if reason is not None]:
-            able = ", ".join(name for name, reason in self.engines.items() if reason is None) or "none"
-            lines.append(Text.assemble(("rollout engines for this model: ", "bold"), "; ".join([able, *reasons])))
+        lines = [Text.assemble((f"{title}: ", "bold"), text) for title, text in _notes(self)]
         lines += [Text(line, style="yellow") for line in _warnings(memory, self.advice)]
         for line in lines:
             is_long = len(line) > console.width
@@ -132,9 +127,9 @@ def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
-def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
-    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank. If the columns do not
-    fit side by side, several tables follow each other."""
+def _grid(plan: Plan) -> list[RenderableType]:
+    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank. If a node has many
+    GPUs, several tables follow each other."""
     grid: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node]
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
@@ -157,15 +152,11 @@ def _grid(plan: Plan, console_width: int) -> list[RenderableType]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
             rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
-    cell_width = max(map(len, [*titles, *(cell.plain for _, row in rows for cell in row)]))
-    num_fitting = (console_width - max(4, *(len(name) for name, _ in rows))) // (cell_width + GRID_GAP)
-    # If not all columns fit, a table has at most half of the columns of a node with 16 GPUs.
-    num_columns = num_fitting if num_fitting >= len(titles) else min(num_fitting, MAX_COLUMNS // 2) or 1
     tables: list[RenderableType] = []
-    for first in range(0, len(titles), num_columns):
-        table = _table("node", *titles[first : first + num_columns], gap=GRID_GAP)
+    for first in range(0, len(titles), TABLE_COLUMNS):
+        table = _table("node", *titles[first : first + TABLE_COLUMNS], gap=GRID_GAP)
         for name, row in rows:
-            table.add_row(name, *row[first : first + num_columns])
+            table.add_row(name, *row[first : first + TABLE_COLUMNS])
         tables += [table, ""]
     return [*tables, f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else tables
 
@@ -199,11 +190,12 @@ def _memory_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     return table
 
 
-def _notes(plan: Plan, overlaps: Sequence[tuple[str, str]], estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     """The title and the text of each note."""
-    for one, pairs in groupby(overlaps, key=lambda pair: pair[0]):
+    plan, estimate = summary.plan, summary.memory
+    for one, pairs in groupby(summary.overlaps, key=lambda pair: pair[0]):
         yield "overlap", f"{one} with {', '.join(other for _, other in pairs)}"
-    if not overlaps:
+    if not summary.overlaps:
         yield "overlap", "none, all operations run one after another"
     yield from (("not used", f"{role}, because {reason}") for role, reason in plan.unused_roles.items())
     if plan.device != "cpu":
@@ -220,6 +212,12 @@ def _notes(plan: Plan, overlaps: Sequence[tuple[str, str]], estimate: MemoryEsti
             yield "memory", "the GPU's memory is not known, so sizes are for a GPU with enough memory; set --gpu-memory"
         if plan.mps and plan.sharing_pools:
             yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
+    if summary.snapshot_bytes > GIB // 10:
+        needed = f"{summary.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY}"
+        yield "snapshots", f"{needed} on each node, to go on if a process dies"
+    if reasons := [reason for reason in summary.engines.values() if reason is not None]:
+        able = ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"
+        yield "rollout engines for this model", "; ".join([able, *reasons])
 
 
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:

@@ -18,9 +18,8 @@ from rolepool.config import Config
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import MemoryEstimate
-from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, ScheduledCall, place
+from rolepool.placement.plan import Plan, ResourcePool, ResourcePoolManager, ScheduledCall, build_plan, place
 from rolepool.placement.roles import ROLE_SPECS, Role, needed_roles
-from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor, simulate
 
 Objective = Literal["time", "throughput_per_gpu"]

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader
 from rich.table import Table
 
 from rolepool.config import load_config, show
-from rolepool.errors import ConfigError, RolepoolError, Terminated
+from rolepool.errors import ConfigError, PlacementError, Terminated, collected
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
@@ -284,12 +284,9 @@ def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping
     """Raise ConfigError before the first run starts if one of the placements cannot run."""
     problems: list[str] = []
     for name, placement in placements.items():
-        try:
+        with collected(problems, f"{recipe} with {name}: "):
             config = load_config([recipe], [*overrides, *placement]).config
-            found = find_problems(config, build_plan(config))
-        except RolepoolError as error:
-            found = list(error.problems)
-        problems += [f"{recipe} with {name}: {problem}" for problem in found]
+            PlacementError.raise_if_any(find_problems(config, build_plan(config)))
     if problems:
         raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
 

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from rolepool.config import Config, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, RolepoolError, explained
+from rolepool.errors import ConfigError, RolepoolError, collected, explained
 from rolepool.files import atomic_path
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
-from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
-from rolepool.placement.strategies import build_plan
 from rolepool.planner.predict import Prediction, Predictor, ScheduleOf
 from rolepool.planner.profile import SYNC, Profile, Recording
 from rolepool.planner.search import places, search
@@ -139,13 +138,11 @@ class Request:
         sizes = [f"trainer.nnodes={len(self.inventory)}", f"trainer.n_gpus_per_node={max(self.inventory)}"]
         for placement in words:
             overrides = [word for part in placement.split() for word in overrides_of(part)]
-            try:
+            with collected(problems, f"{placement}: "):
                 config = load_config([without_placement(self.config, overrides)], [*sizes, *overrides]).config
                 is_sized = any(word.startswith(("trainer.nnodes", "trainer.n_gpus_per_node")) for word in overrides)
                 plan = build_plan(config, None if is_sized else self.inventory, take_all=True)
                 found[placement] = self.predictor.predict(placement, config, plan)
-            except RolepoolError as error:
-                problems += [f"{placement}: {problem}" for problem in error.problems]
         return found, problems
 
     def search(self) -> Answer:
@@ -160,10 +157,8 @@ class Request:
         per_node = max(self.inventory)
         for number in sorted({sum(parse_inventory(word)) for word in text.split(",")}):
             inventory = [per_node] * (number // per_node) + ([number % per_node] if number % per_node else [])
-            try:
+            with collected(problems, f"{number} GPUs: "):
                 found[str(number)] = search(self.predictor, self.config, inventory, self.objective)[0]
-            except RolepoolError as error:
-                problems += [f"{number} GPUs: {problem}" for problem in error.problems]
         return found, problems
 
     def as_table(self, first: str, predictions: Mapping[str, Prediction]) -> Table:

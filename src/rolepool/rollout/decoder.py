@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rolepool.config.model_files import why_not_native
+from rolepool.config.model_files import why_not_run
 from rolepool.errors import ConfigError, RolepoolError
 from rolepool.models.packing import on_device
 from rolepool.rollout.kv_cache import CacheShape, SlotCache
@@ -267,7 +267,7 @@ class Decoder:
 
 def refuse_unknown(model: Any) -> None:
     """Raise an error unless `Decoder` can run this kind of model, with plain linear layers."""
-    if (reason := why_not_native(model.config.to_dict())) is not None:
+    if (reason := why_not_run("native", model.config.to_dict())) is not None:
         raise ConfigError(f"actor_rollout_ref.model.path={model.config.name_or_path}: {reason}; choose such a model")
     for name, module in model.named_modules():
         is_projection = name.endswith("_proj") or name == "lm_head"

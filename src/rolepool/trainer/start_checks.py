@@ -10,7 +10,7 @@ from rolepool.config import Config
 from rolepool.config.fitting import num_gpus
 from rolepool.config.model_files import why_no_model
 from rolepool.data.files import find_problems as find_data_problems
-from rolepool.errors import ConfigError, RolepoolError
+from rolepool.errors import ConfigError, collected
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings, models_of
 
@@ -19,13 +19,11 @@ def check_start(config: Config) -> list[str]:
     """Raise ConfigError with all problems, or return the warnings, a line for each."""
     problems: list[str] = []
     gpus = 0 if config.trainer.device == "cpu" else num_gpus()
-    try:
+    with collected(problems):
         plan = build_plan(config)
         key_of = {path: key for key, (path, _) in reversed(models_of(config, plan).items())}  # each path once
         problems += filter(None, (why_no_model(key, path) for path, key in reversed(key_of.items())))
         problems += [*find_problems(config, plan), *_capacity(config, plan, gpus)]
-    except RolepoolError as error:
-        problems += error.problems
     problems += find_data_problems(config)
     ConfigError.raise_if_any(dict.fromkeys(problems))
     return list(find_warnings(config, plan, on_cpus=config.trainer.device != "cuda" and not gpus))
