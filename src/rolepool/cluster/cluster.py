@@ -113,15 +113,15 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def add_helpers(self, name: str, count: int) -> WorkerGroup:
         """Start a pool of processes beside those of the plan, without GPUs."""
-        self._add_groups({name: launch.start_helpers(name, count, self._cleanup, run_seed=self._run_seed)})
+        place = launch.place_for_helpers(name, count)
+        self._add_groups(launch.start_pools(place, [name], self._cleanup, run_seed=self._run_seed))
         return self.groups[name]
 
     def find_death(self) -> WorkerError | None:
         """The error about a process that has died; None if all live."""
-        for group in self.groups.values():
-            if group.broken is None and (deaths := find_deaths(group.processes)):
-                dead, reason = deaths[0]
-                group.break_with(dead.error(f"{dead} died: {reason}", is_death=True))
+        healthy = [group for group in self.groups.values() if group.broken is None]
+        for dead, reason in find_deaths([process for group in healthy for process in group.processes]):
+            self.groups[dead.pool].break_with(dead.error(f"{dead} died: {reason}", is_death=True))
         errors = [group.broken for group in self.groups.values() if group.broken is not None]
         return next((error for error in errors if error.is_death), None)
 
@@ -144,10 +144,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
             reserved = launch.reserve(plan, live_nodes(), cleanup, self._timeout_s, self._held())
-            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
-            started = [process for pool in processes.values() for process in pool]
-            asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}
-            launch.await_all(asked, "import the classes of its roles")
+            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed, workers=workers)
             return Prepared(reserved, processes, cleanup.pop_all())
 
     def switch(self, prepared: Prepared) -> None:
