@@ -155,7 +155,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         their roles. Raises an error if they cannot start. Other pools stay as they are. May run in another thread."""
         with ExitStack() as cleanup:
             reserved = launch.reserve(plan, live_nodes(), cleanup, self._timeout_s, self._held())
-            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed, workers=workers)
+            processes = launch.start_pools(reserved, names, cleanup, run_seed=self._run_seed)
+            started = [process for pool in processes.values() for process in pool]
+            asked = {one.actor.import_workers.remote(workers): (str(one), one.pool) for one in started}
+            launch.await_all(asked, "import the classes of its roles")
             return Prepared(reserved, processes, cleanup.pop_all())
 
     def switch(self, prepared: Prepared) -> None:

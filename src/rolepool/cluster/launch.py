@@ -182,10 +182,9 @@ def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: fl
 
 
 def start_pools(
-    reserved: Reservation, names: Collection[str], cleanup: ExitStack, *, run_seed: int, workers: Sequence[str] = ()
+    reserved: Reservation, names: Collection[str], cleanup: ExitStack, *, run_seed: int
 ) -> dict[str, list[Process]]:
-    """Start the processes of these pools, all pools at the same time, and let them import the classes `workers`.
-    Returns the processes of each pool.
+    """Start the processes of these pools, all pools at the same time. Returns the processes of each pool.
 
     `cleanup` ends the processes, also those of a start that failed. Raises PlacementError or WorkerError; every wait
     has a timeout.
@@ -198,7 +197,7 @@ def start_pools(
     actors, asked = list[Any](), dict[Any, tuple[str, str]]()
     for name, bundle in bundles:
         with_options = actor_class.options(**options, scheduling_strategy=bundle)
-        actors.append(with_options.remote(str(Path.cwd()), EXTENSIONS, workers))
+        actors.append(with_options.remote(str(Path.cwd()), EXTENSIONS))
         cleanup.callback(ray.kill, actors[-1])
         asked[actors[-1].whereabouts.remote()] = f"a process of {name}", name
     started: dict[str, list[Process]] = {name: [] for name in names}

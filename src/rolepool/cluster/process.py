@@ -73,17 +73,14 @@ class Whereabouts:
 class WorkerProcess:
     """Started by `start_pools` on one slot. It runs one call at a time, in the order in which they were made."""
 
-    def __init__(self, folder: str, extensions: Sequence[str], workers: Sequence[str]) -> None:
+    def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
-        started. `extensions` are the modules of the driver's `trainer.extensions`. `workers` are classes of roles. They
-        are imported now, which takes a while, so that the roles can be added quickly later."""
+        started. `extensions` are the modules of the driver's `trainer.extensions`."""
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
         with suppress(OSError):  # files that the config names are checked on every node before they are read
             os.chdir(folder)
         import_extensions(extensions)
-        for worker in workers:
-            import_object("worker", worker)
         self._roles: dict[str, Worker] = {}
         self._random_states: dict[str, Any] = {}
         self._active_role = ""
@@ -129,6 +126,11 @@ class WorkerProcess:
         return None if full_path.exists() else f"node {self._address} has no {full_path}"
 
     # Start
+
+    def import_workers(self, names: Sequence[str]) -> None:
+        """Import the classes of roles now, which takes a while, so that roles can be added quickly later."""
+        for name in names:
+            import_object("worker", name)
 
     def start_mps(self) -> dict[str, str]:
         """Run CUDA MPS on this node as long as this process lives. Returns the variables that its clients need."""
