@@ -12,7 +12,8 @@ import pytest
 import torch
 from roles_for_tests import Sleeper
 
-from rolepool.cluster import Cluster, RoleProxy, WorkerGroup, watchdog
+from rolepool.cluster import Cluster, RoleProxy, WorkerGroup
+from rolepool.cluster.cluster import Watchdog
 from rolepool.config import load_config
 from rolepool.metrics import Span
 from rolepool.metrics.run_folder import State
@@ -166,8 +167,9 @@ def test_the_live_state_says_what_each_pool_runs_now_and_what_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[State] = []
-    monkeypatch.setattr(watchdog, "write_atomically", lambda _, pieces: written.append(State(**json.loads(*pieces))))
-    live = watchdog.Watchdog(groups, load_config([], []).config.trainer, tmp_path, print)
+    name = "rolepool.cluster.cluster.write_atomically"
+    monkeypatch.setattr(name, lambda _, pieces: written.append(State(**json.loads(*pieces))))
+    live = Watchdog(groups, load_config([], []).config.trainer, tmp_path, print)
     try:
         live.begin("step 7")
         began_s = time.time()

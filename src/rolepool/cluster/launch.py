@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
 from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError
 from rolepool.placement import Plan
-from rolepool.placement.plan import Slot
+from rolepool.placement.plan import ResourcePool, Slot
 from rolepool.protocol.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def reserve(plan: Plan, nodes: Sequence[Node], cleanup: ExitStack, timeout_s: fl
 
 
 def start_pools(
-    reserved: Reservation, names: Iterable[str], cleanup: ExitStack, *, run_seed: int
+    reserved: Reservation, names: Collection[str], cleanup: ExitStack, *, run_seed: int
 ) -> dict[str, list[Process]]:
     """Start the processes of these pools, all pools at the same time. Returns the processes of each pool.
 
@@ -190,31 +190,37 @@ def start_pools(
     has a timeout.
     """
     plan, device, nodes = reserved.plan, reserved.device, reserved.nodes
-    slots = {name: plan.pools[name].slots for name in names}
-    places = [(name, nodes[slot.node].node_id, slot.gpu) for name, of_pool in slots.items() for slot in of_pool]
+    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
+    options = {"num_cpus": 0, "num_gpus": 0 if device == "cpu" else BUNDLE_PART, "max_restarts": 0}
+    places = [(name, nodes[slot.node].node_id, slot.gpu) for name in names for slot in plan.pools[name].slots]
     bundles = [(name, reserved.bundles[node_id, gpu]) for name, node_id, gpu in places]
-    node_ids = {node_id for _, node_id, _ in places}
-    started = _start(bundles, cleanup, 0 if device == "cpu" else BUNDLE_PART, node_ids)
-    if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
-        for (_, bundle), process in zip(bundles, started, strict=True):
-            reserved.bundles[process.node_id, process.gpus[0]] = bundle
-    pools = {name: _match(name, slots[name], started, nodes, device) for name in slots}
+    actors, asked = list[Any](), dict[Any, tuple[str, str]]()
+    for name, bundle in bundles:
+        with_options = actor_class.options(**options, scheduling_strategy=bundle)
+        actors.append(with_options.remote(str(Path.cwd()), EXTENSIONS))
+        cleanup.callback(ray.kill, actors[-1])
+        asked[actors[-1].whereabouts.remote()] = f"a process of {name}", name
+    started: dict[str, list[Process]] = {name: [] for name in names}
+    answers = await_all(asked, "start", "started %d of %d worker processes")
+    for (name, bundle), actor, told in zip(bundles, actors, answers, strict=True):
+        started[name].append(Process(**vars(told), actor=actor, pool=name))
+        if device != "cpu":  # Ray chose the GPU of each bundle, and now it is known
+            reserved.bundles[told.node_id, told.gpus[0]] = bundle
+    pools = {name: _match(name, reserved, processes) for name, processes in started.items()}
     if plan.mps:
         _start_mps(plan, pools)
-    shares = {name: plan.pools[name].share for name in pools}
-    _form_pools(shares, pools, "cpu" if device == "cpu" else plan.device, run_seed)
-    _measure_clocks(started)
+    _form_pools(reserved, pools, run_seed)
+    _measure_clocks([process for processes in pools.values() for process in processes])
     return pools
 
 
-def start_helpers(name: str, count: int, cleanup: ExitStack, *, run_seed: int) -> list[Process]:
-    """Start processes on the driver's node, beside those of the plan. They reserve neither GPU nor CPU, because they
-    are for light work such as rule rewards."""
-    here = pinned_to(ray.get_runtime_context().get_node_id())
-    started = _start([(name, here)] * count, cleanup)
-    processes = _match(name, [Slot(0, rank) for rank in range(count)], started, (), "cpu")
-    _form_pools({name: 1.0}, {name: processes}, "cpu", run_seed)
-    return processes
+def place_for_helpers(name: str, count: int) -> Reservation:
+    """A pool of processes on the driver's node, beside those of the plan. It reserves neither GPU nor CPU, because the
+    processes are for light work such as rule rewards."""
+    here, slots = live_nodes()[0], tuple(Slot(0, rank) for rank in range(count))
+    pools = {name: ResourcePool((count,), slots=slots)}
+    plan = Plan(gpus_per_node=(count,), device="cpu", pools=pools, roles={})
+    return Reservation(plan, [here], "cpu", {(here.node_id, slot.gpu): pinned_to(here.node_id) for slot in slots})
 
 
 def _lacking(plan: Plan, nodes: Sequence[Node], device: str, held: Bundles) -> Iterator[str]:
@@ -258,55 +264,35 @@ def _release(group: Any) -> None:
         remove_placement_group(group)
 
 
-def _start(
-    bundles: Sequence[tuple[str, Any]], cleanup: ExitStack, num_gpus: float = 0, nodes: Collection[str] = ()
-) -> list[Process]:
-    """Start a process of a pool in each bundle, wait until every one has started on these nodes, and log the
-    progress."""
-    actor_class = ray.remote(concurrency_groups={"health": 1})(WorkerProcess)  # type: ignore[call-overload]
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0}
-    actors, asked = list[Any](), dict[Any, tuple[str, str]]()
-    for name, where in bundles:
-        started = actor_class.options(**options, scheduling_strategy=where).remote(str(Path.cwd()), EXTENSIONS)
-        cleanup.callback(ray.kill, started)
-        actors.append(started)
-        asked[started.whereabouts.remote()] = f"a process of {name}", name
-    answers = zip(bundles, actors, await_all(asked, "start", "started %d of %d worker processes", nodes), strict=True)
-    return [Process(**vars(told), actor=actor, pool=name) for (name, _), actor, told in answers]
-
-
-def await_all(
-    asked: dict[Any, tuple[str, str]], what: str, progress: str | None = None, nodes: Collection[str] = ()
-) -> list[Any]:
+def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None = None) -> list[Any]:
     """Wait for the answers of all processes and return them. The first error is raised at once.
 
     `asked` has the reference of each answer, with the process and the pool that errors name. `what` says in errors what
-    the processes do, and `progress` is logged after each answer, with the number of answers. If one of `nodes` is lost,
-    that is an error, too: Ray would wait until the node returns.
+    the processes do, and `progress` is logged after each answer, with the number of answers. If a node is lost, that is
+    an error, too: Ray would wait until the node returns.
     """
-    waiting, deadline = list(asked), time.monotonic() + START_TIMEOUT_S
+    waiting, deadline, before = list(asked), time.monotonic() + START_TIMEOUT_S, live_nodes()
     while waiting:
-        left_s = deadline - time.monotonic()
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(POLL_S, left_s)))
-        if not ready and left_s > POLL_S:
-            raise_if_ray_died()
-            if nodes and set(nodes) - {node.node_id for node in live_nodes()}:
-                raise WorkerError(f"{asked[waiting[0]][0]} did not {what}, because its node was lost", is_death=True)
-            continue
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
         who, pool = asked[(ready or waiting)[0]]
-        if not ready:
+        if ready:
+            try:
+                ray.get(ready[0])
+            except RayError as error:
+                cause = cause_of(error)
+                if isinstance(cause, RolepoolError):
+                    raise cause from None
+                is_death = isinstance(cause, RayActorError)
+                raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool, is_death=is_death) from None
+            if progress is not None:
+                logger.info(progress, len(asked) - len(waiting), len(asked))
+            continue
+        raise_if_ray_died()
+        if {node.node_id for node in before} - {node.node_id for node in live_nodes()}:
+            raise WorkerError(f"{who} did not {what}, because its node was lost", is_death=True)
+        if time.monotonic() > deadline:
             missing = f"{len(waiting)} of {len(asked)} processes have not answered"
             raise WorkerError(f"{who} did not {what} within {START_TIMEOUT_S:.0f} s; {missing}", pool=pool)
-        try:
-            ray.get(ready[0])
-        except RayError as error:
-            cause = cause_of(error)
-            if isinstance(cause, RolepoolError):
-                raise cause from None
-            is_death = isinstance(cause, RayActorError)
-            raise WorkerError(f"{who} could not {what}: {reason_of(cause)}", pool=pool, is_death=is_death) from None
-        if progress is not None:
-            logger.info(progress, len(asked) - len(waiting), len(asked))
     return list(ray.get(list(asked)))
 
 
@@ -330,20 +316,18 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def _match(
-    pool: str, slots: Sequence[Slot], processes: Sequence[Process], nodes: Sequence[Node], device: str
-) -> list[Process]:
+def _match(pool: str, reserved: Reservation, started: Sequence[Process]) -> list[Process]:
     """The pool's processes in rank order, each on the slot it really holds. Raises a PlacementError if that is not
     the plan's slot."""
-    started, held = [process for process in processes if process.pool == pool], slots
-    if device != "cpu":
-        index_of = {node.node_id: index for index, node in enumerate(nodes)}
+    slots = held = list(reserved.plan.pools[pool].slots)
+    if reserved.device != "cpu":
+        index_of = {node.node_id: index for index, node in enumerate(reserved.nodes)}
         held = [Slot(index_of[process.node_id], process.gpus[0]) for process in started]
     if missing := [slot for slot in slots if slot not in held]:
         slot = missing[0]
         planned = f"{pool} rank {slots.index(slot)} is planned for node {slot.node} GPU {slot.gpu}"
         given = " and ".join(f"node {node} GPU {gpu}" for node, gpu in sorted(set(held) - set(slots)))
-        users = f"GPU {slot.gpu} is held by another job; on the node: {_users_of(nodes[slot.node])}"
+        users = f"GPU {slot.gpu} is held by another job; on the node: {_users_of(reserved.nodes[slot.node])}"
         fix = "wait until that job ends, or plan with fewer GPUs"
         raise PlacementError(f"{planned}, but Ray assigned {given}: {users}; {fix}")
     members = [started[held.index(slot)] for slot in slots]
@@ -367,16 +351,16 @@ def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
         logger.info("started CUDA MPS on node %d (%s)", node, members[0].address)
 
 
-def _form_pools(shares: dict[str, float], processes: dict[str, list[Process]], device: str, run_seed: int) -> None:
+def _form_pools(reserved: Reservation, processes: dict[str, list[Process]], run_seed: int) -> None:
     """Give every process its rank, and form one process group for each pool; all pools at the same time."""
-    joined = {}
+    joined, device = {}, "cpu" if reserved.device == "cpu" else reserved.plan.device
     for name, members in processes.items():
         nodes = [process.slot.node for process in members]
         base = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):
             context = replace(base, rank=rank, local_rank=nodes[:rank].count(node), local_world_size=nodes.count(node))
-            addresses.append(process.actor.take_rank.remote(context, shares[name]))
+            addresses.append(process.actor.take_rank.remote(context, reserved.plan.pools[name].share))
         secret = secrets.token_hex(16)
         for process in members:
             joined[process.actor.join_pool.remote(addresses[0], secret, START_TIMEOUT_S)] = str(process), name

@@ -5,21 +5,22 @@ Owns the names of `verl.single_controller.ray` that programs use, so that their 
 a pool share its processes, like the classes of one `create_colocated_worker_cls` in verl.
 """
 
+import atexit
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rolepool.cluster.cluster import Cluster
+from rolepool.cluster.cluster import Cluster, live_inventory
 from rolepool.cluster.connection import connect
 from rolepool.cluster.group import RoleProxy, WorkerGroup
-from rolepool.cluster.launch import live_nodes, nodes_with_slots
+from rolepool.cluster.launch import live_nodes
 from rolepool.errors import DataError
 from rolepool.placement.plan import ResourcePoolManager, place
 
 _started: dict[tuple[str, str], dict[str, Sequence[int]]] = {}
-"""The pools of this program, by the id of the first node of its cluster and the device."""
+"""The pools of this program, by the id of the node that it runs on and the device."""
 
 
 @dataclass(eq=False)
@@ -40,12 +41,11 @@ class RayResourcePool:
     def group(self) -> WorkerGroup:
         """The processes. They start when this is first read, on slots that no earlier pool of the program has."""
         device = "auto" if self.use_gpu else "cpu"
-        connect(None, max(os.cpu_count() or 1, self.world_size + 1), device)
-        slot_device, nodes = nodes_with_slots(device, live_nodes())
-        pools = _started.setdefault((nodes[0].node_id, device), {})
+        atexit.register(connect(None, max(os.cpu_count() or 1, self.world_size + 1), device))
+        pools = _started.setdefault((live_nodes()[0].node_id, device), {})
         name = f"{self.name_prefix or 'pool'}_{len(pools) + 1}"
         manager = ResourcePoolManager({**pools, name: self.process_on_nodes}, {})
-        plan = place(manager, [node.slots(slot_device) for node in nodes], device=device)
+        plan = place(manager, live_inventory(None, device), device=device)
         cluster = Cluster(plan.model_copy(update={"pools": {name: plan.pools[name]}}))
         pools[name] = self.process_on_nodes
         return cluster.groups[name]
