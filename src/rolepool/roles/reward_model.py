@@ -46,10 +46,12 @@ class RewardModel(ModelRole):
     def compute_scores(self, data: DataProto) -> DataProto:
         """The score of each whole response: that of the environment, if it gave one, or else the model's."""
         tokens = data.select(list(TOKENS), [], [])
+        limit = self.keys.max_length
         if self.texts is not None:
-            texts = self.texts.tokenize(data)
+            texts, limit = self.texts.tokenize(data), longest_row(self.config, self.role)
             tokens.batch[INPUT_IDS] = ragged(torch.tensor([*chain(*texts)]), torch.tensor([*map(len, texts)]))
-        tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], longest_row(self.config, self.role))
+        if limit is not None:
+            tokens.batch[INPUT_IDS] = last_tokens(tokens.batch[INPUT_IDS], limit)
 
         def score(rows: TokenRows) -> dict[str, Tensor]:
             inputs, _ = rows.padded_inputs(self.pad_token_id)  # on the right
