@@ -217,12 +217,13 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 
     from rolepool.report import compare as comparison
     from rolepool.terminal import Terminal
+    from rolepool.trainer.supervisor import wait_for
 
     folders: Sequence[str | Path] = options.words
     failures: list[str] = []
     if options.run is not None:
         say = partial(print, flush=True)
-        folders, failures = comparison.run_placements(options.run, options.words, placements, say)
+        folders, failures = comparison.run_placements(options.run, options.words, placements, say, wait_for)
         print_errors(failures)
     runs = comparison.read_runs(folders)
     if len(runs) < 2 or (placements and options.run is None):
