@@ -123,8 +123,7 @@ def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
-    times = (ratio.value, ratio.low, ratio.high)
-    factor, low, high = times if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    factor, low, high = ratio[:3] if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
     interval = f"{low:.2f} to {high:.2f} with 95% confidence"
     if ratio.verdict == "within noise":
         return f"no difference can be seen between {name} and {first}: {factor:.2f}x as fast, {interval}"

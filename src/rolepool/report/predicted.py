@@ -108,8 +108,6 @@ class Request:
     """What `rolepool predict` is asked. Each answer has predictions with a label, and why others are not possible."""
 
     def __init__(self, options: Namespace, schedule_of: ScheduleOf) -> None:
-        if options.gpus is not None and options.inventory is not None:
-            raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
         recordings = read_recordings(options.runs, options.gpus)
         config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
         if options.gpus is not None or options.inventory is not None:

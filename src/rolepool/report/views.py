@@ -118,10 +118,9 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
 
 
 def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
-    names = metric_names(metrics)
+    names = [name for name in metric_names(metrics) if not name.endswith("/std")]
     for title, patterns in TABLES.curves.items():
-        shown = [name for name in names if not name.endswith("/std")]
-        wanted = [name for pattern in patterns for name in shown if fnmatchcase(name, pattern)]
+        wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if wanted:
             values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
             yield _chart(title, "step", values)
