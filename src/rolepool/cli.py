@@ -217,12 +217,13 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
 
     from rolepool.report import compare as comparison
     from rolepool.terminal import Terminal
+    from rolepool.trainer.supervisor import wait_for
 
     folders: Sequence[str | Path] = options.words
     failures: list[str] = []
     if options.run is not None:
         say = partial(print, flush=True)
-        folders, failures = comparison.run_placements(options.run, options.words, placements, say)
+        folders, failures = comparison.run_placements(options.run, options.words, placements, say, wait_for)
         print_errors(failures)
     runs = comparison.read_runs(folders)
     if len(runs) < 2 or (placements and options.run is None):
@@ -246,8 +247,9 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument("runs", nargs="+", metavar="RUN|LOG", help="run folders with the same models, or a verl log")
     parser.add_argument("--measured", nargs="+", default=[], metavar="RUN", help="runs to compare the predictions with")
     parser.add_argument("--search", action="store_true", help="search for the best placements")
-    parser.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
-    parser.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument("--gpus", type=int, help="number of GPUs of one node; default: as the run")
+    gpus.add_argument("--inventory", metavar="8,8,4", help="number of GPUs on each node (or 1024x8)")
     parser.add_argument("--objective", choices=("time", "throughput_per_gpu"), default="time")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="other work: new values of keys")
     parser.add_argument("--speed", nargs="+", default=[], metavar="rollout=2", help="what if a role were faster")

@@ -20,8 +20,7 @@ def test_tensorboard_shows_the_rows_as_ordinary_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
-    made.start(tmp_path)
+    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     made.log(1, {"critic/score/mean": 0.25})
     made.log(2, {"critic/score/mean": 0.5})
     made.close()
@@ -41,8 +40,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
 
     monkeypatch.setitem(run_folder.MAKERS, "tensorboard", lambda config, folder: (log, lambda: None))
     monkeypatch.setattr(loading, "find_spec", lambda name: object())
-    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config)
-    made.start(tmp_path)
+    made = Loggers(load_config([], ["trainer.logger=[tensorboard]"]).config, tmp_path)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             made.log(step, {"a": 1.0})
@@ -54,8 +52,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_left_out(
 def test_wandb_gets_a_table_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    made = Loggers(load_config([], ["trainer.logger=[wandb]"]).config)
-    made.start(tmp_path)
+    made = Loggers(load_config([], ["trainer.logger=[wandb]"]).config, tmp_path)
     sample = {"prompt": "a", "response": "b", "score": 0.5, "data_source": "letters"}
     made.log_samples(3, [{**sample, "ground_truth": "c", "acc": 1.0}, {**sample, "ground_truth": ["c", "d"]}])
     made.close()

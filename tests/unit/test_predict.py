@@ -193,7 +193,7 @@ def one_line(done: Outcome) -> str:
         ((), "give placements after `--`, such as `-- standard split`, or --search, or --scaling"),
         (("--search", "--", "split"), "give placements after `--`"),
         (("--search", "--scaling", "1,2"), "give placements after `--`"),
-        (("--search", "--gpus", "2", "--inventory", "2"), "--gpus and --inventory: both give the inventory"),
+        (("--search", "--gpus", "2", "--inventory", "2"), "argument --inventory: not allowed with argument --gpus"),
         (("--search", "--gpus", "0"), "at least 1 GPU"),
         (("--search", "--gpus", "-4"), "write GPUs per node"),
         (("--search", "--gpus", "many"), "argument --gpus: invalid int value: 'many'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from synthetic_runs import write_run
 
-from rolepool.errors import ConfigError
+from rolepool.errors import ConfigError, Terminated
 from rolepool.report.compare import (
     Line,
     as_table,
@@ -28,6 +29,7 @@ from rolepool.report.compare import (
 )
 from rolepool.report.findings import outside_load
 from rolepool.report.run import finite_values, read_logs
+from rolepool.trainer.supervisor import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -322,10 +324,31 @@ def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_traini
     recipe.write_text("placement: {strategy: split, split: {share: 0.5}}\ntrainer: {n_gpus_per_node: 2}\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        run_placements(str(recipe), [], ["split", "standard"], say=print)
+        run_placements(str(recipe), [], ["split", "standard"], say=print, wait_for=wait_for)
     assert any("with standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
     assert not any("with split" in problem for problem in refused.value.problems)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_ends_the_comparison_after_the_run_that_got_it(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    words = ["data.train_files=nowhere.jsonl"]
+    said: list[str] = []
+    with pytest.raises(error, match="the training run has ended too") as raised:
+        run_placements(
+            str(root / "recipes/demo.yaml"),
+            words,
+            ["standard", "split"],
+            say=said.append,
+            wait_for=lambda process: (wait_for(process)[0], number),
+        )
+    assert type(raised.value) is error
+    assert said == ["training with standard; its output is in runs/compare_demo/standard.log"]
+    assert "data.train_files" in (tmp_path / "runs/compare_demo/standard.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -311,18 +311,6 @@ def test_watch_counts_moves_and_shows_the_lanes_of_the_current_pools(moved: Path
     assert f"{times_s[9]:.3g} s per step" in shown
 
 
-def test_watch_does_not_show_a_former_pool_that_an_old_state_still_has(moved: Path, tmp_path: Path) -> None:
-    folder = copy_until(moved, tmp_path / "run", 7)
-    RunFolder(folder).add_plan(8, read_run(moved).plans[1].plan)
-    now_s = time.time()
-    calls = [("gen", now_s - 4, None)]
-    state = State(now_s, "step 8", now_s - 4, {"global_pool": calls, ACTOR: calls, "reward_cpu": []})
-    (folder / "state.json").write_text(json.dumps(state._asdict()), encoding="utf-8")
-    shown = text_of(WatchedRun(folder))
-    assert f"{ACTOR}: gen for 4" in shown and "reward_cpu: waiting" in shown
-    assert "global_pool" not in shown
-
-
 def test_watch_shows_the_first_step_while_it_runs(moved: Path, tmp_path: Path) -> None:
     folder = copy_until(moved, tmp_path / "run", 0)
     now_s = time.time()

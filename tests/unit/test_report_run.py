@@ -19,13 +19,14 @@ from rolepool.report.views import page_data
 
 PARTS = (Part("fetch", 0.5),)
 SPAN = Span("a", "actor", 1, "update_actor", 1.0, 2.0, 3.5, "n0", "cuda:1", 7, (5, 6), 8, 9, 10, 11, PARTS)
+GPU = {"utilization": 50, "memory_bytes": 1, "memory_total_bytes": 4, "pools": ["a"]}
+PROCESS = {"pool": "a", "cpu_percent": 9.5, "memory_bytes": 2}
+READ_MOMENT = {"time_s": 5.0, "gpus": [GPU], "processes": [PROCESS]}
 MOMENT = {
     "time_s": 5.0,
     "node": "n0",
-    "gpus": [
-        {"index": 0, "utilization": 50, "memory_bytes": 1, "memory_total_bytes": 4, "power_w": 80.5, "pools": ["a"]}
-    ],
-    "processes": [{"pid": 1, "pool": "a", "rank": 0, "roles": ["actor"], "cpu_percent": 9.5, "memory_bytes": 2}],
+    "gpus": [{"index": 0, "power_w": 80.5, **GPU}],
+    "processes": [{"pid": 1, "rank": 0, "roles": ["actor"], **PROCESS}],
 }
 
 
@@ -65,7 +66,7 @@ def test_a_run_is_read_back_as_it_was_written(folder: RunFolder) -> None:
     assert run.plan == build_plan(loaded.config)
     assert run.spans == [Recorded(1, "update_actor", SPAN), Recorded(2, "update_actor", SPAN)]
     assert run.metrics[2] == {"critic/score/mean": 1.0, "training/epoch": 0}
-    assert run.monitor == [MOMENT]
+    assert run.monitor == [READ_MOMENT]
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_fields_unknown_here_are_ignored(folder: RunFolder) -> None:
     append(folder, "monitor.jsonl", json.dumps({**MOMENT, "new": 1}) + "\n")
     run = read_run(folder.path)
     assert run.spans[2] == Recorded(3, "gen", SPAN)
-    assert run.monitor == [MOMENT, MOMENT]
+    assert run.monitor == [READ_MOMENT, READ_MOMENT]
     assert run.skipped == {}
 
 

@@ -98,16 +98,11 @@ def test_slices_are_the_spans_in_microseconds(events: list[Event]) -> None:
     }
 
 
-def test_time_goes_forward_on_every_thread_and_slices_do_not_overlap(events: list[Event]) -> None:
-    last: dict[int, int] = {}
+def test_slices_of_a_thread_are_in_the_order_of_time_and_do_not_overlap(events: list[Event]) -> None:
     free: dict[int, int] = {}
-    for event in events:
-        if event["ph"] in "Xsf":
-            assert event["ts"] >= last.get(event["tid"], 0)
-            last[event["tid"]] = event["ts"]
-        if event["ph"] == "X":
-            assert event["ts"] >= free.get(event["tid"], 0)
-            free[event["tid"]] = event["ts"] + event["dur"]
+    for event in of_kind(events, "X"):
+        assert event["ts"] >= free.get(event["tid"], 0)
+        free[event["tid"]] = event["ts"] + event["dur"]
 
 
 def slice_at(events: list[Event], arrow: Event) -> Event:

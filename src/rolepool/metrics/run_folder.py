@@ -274,15 +274,12 @@ Close = Callable[[], None]
 
 
 class Loggers:
-    """All loggers of a run. They write after `start`. If one fails, there is one warning and training continues."""
+    """All loggers of a run that has started. If one fails, there is one warning and training continues."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._names = [name for name in config.trainer.logger if name in MAKERS]
+    def __init__(self, config: Config, folder: Path) -> None:
         self._loggers: dict[str, tuple[Log, Close]] = {}
-
-    def start(self, folder: Path) -> None:
-        self._try(self._names, lambda name: self._loggers.update({name: MAKERS[name](self._config, folder)}))
+        names = [name for name in config.trainer.logger if name in MAKERS]
+        self._try(names, lambda name: self._loggers.update({name: MAKERS[name](config, folder)}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try(self._loggers, lambda name: self._loggers[name][0](step, metrics))

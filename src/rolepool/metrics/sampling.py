@@ -36,28 +36,22 @@ def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
 
 
 class GpuSample(TypedDict):
-    index: int
     utilization: float  # percent
     memory_bytes: int
     memory_total_bytes: NotRequired[int]
-    power_w: float
     pools: list[str]
 
 
 class ProcessSample(TypedDict):
-    pid: int
     pool: str
-    rank: int
-    roles: list[str]
     cpu_percent: float
     memory_bytes: int
 
 
 class Sample(TypedDict):
-    """A line of `monitor.jsonl`."""
+    """What reports read from a line of `monitor.jsonl`. `NodeMonitor.sample` makes these lines; they have more."""
 
     time_s: float
-    node: str
     gpus: list[GpuSample]
     processes: list[ProcessSample]
 
@@ -95,7 +89,7 @@ class NodeMonitor:
         self._roles, self._processes = roles, processes
 
     def take(self) -> list[dict[str, Any]]:
-        """The samples since the last call, each with the fields of `Sample`."""
+        """The samples since the last call."""
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def sample(self) -> dict[str, Any]:

@@ -294,12 +294,10 @@ def critical_path(timeline: Timeline, start_s: float, end_s: float) -> list[Inte
     A step ends when the next generation starts, so the chain leads to that start. After the last step it leads to the
     span that ended last.
     """
-    ends_s = {at: min(one.span.end_s, end_s) for at, one in enumerate(timeline) if one.span.start_s < end_s}
-    last = max(ends_s, key=lambda at: ends_s[at], default=NONE)
     starting = [at for at, one in enumerate(timeline) if one.operation == "gen" and one.span.start_s == end_s]
-    if starting:
-        last, ends_s[starting[0]] = starting[0], end_s
-    last_s = max(start_s, ends_s.get(last, start_s))
+    started = [at for at, one in enumerate(timeline) if one.span.start_s < end_s]
+    last = max(starting[:1] or started, key=lambda at: min(timeline[at].span.end_s, end_s), default=NONE)
+    last_s = max(start_s, min(timeline[last].span.end_s, end_s)) if last != NONE else start_s
     path = list(timeline.causes(last, last_s, start_s))
     if last_s < end_s:
         path.insert(0, Interval("hand-over", "", "", last_s, end_s))

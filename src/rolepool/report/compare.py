@@ -4,9 +4,9 @@ Owns the comparison as numbers, table and page (every number comes from the metr
 training one recipe with several placements, one after another, each in its own process.
 """
 
+import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, groupby
@@ -40,6 +40,9 @@ TABLE_WIDTH = 200
 NUM_LINES_SHOWN = 10
 """Lines from the end of a failed run's output that are reported."""
 
+
+WaitFor = Callable[[int], tuple[int, int]]
+"""Waits for a process. Returns its exit code, and the last signal that was passed on to it, or 0."""
 
 TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
 
@@ -120,8 +123,7 @@ def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
 def _headline(name: str, first: str, ratio: Ratio | None) -> str:
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
-    times = (ratio.value, ratio.low, ratio.high)
-    factor, low, high = times if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    factor, low, high = ratio[:3] if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
     interval = f"{low:.2f} to {high:.2f} with 95% confidence"
     if ratio.verdict == "within noise":
         return f"no difference can be seen between {name} and {first}: {factor:.2f}x as fast, {interval}"
@@ -252,9 +254,12 @@ def overrides_of(word: str) -> list[str]:
 
 
 def run_placements(
-    recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None]
+    recipe: str, overrides: Sequence[str], words: Sequence[str], say: Callable[[str], None], wait_for: WaitFor
 ) -> tuple[list[Path], list[str]]:
-    """Train with each placement. Returns the folders of the runs that succeeded, and why the others failed."""
+    """Train with each placement. Returns the folders of the runs that succeeded, and why the others failed.
+
+    `wait_for` waits for a process, and passes Ctrl-C and SIGTERM on to it. They end the comparison after the run.
+    """
     placements = {re.sub(r"[^\w.=-]+", "_", word.replace("placement.", "")): overrides_of(word) for word in words}
     if len(words) < 2 or len(placements) < len(words):
         raise ConfigError("compare --run: give at least two placements after `--`, such as `-- standard split`")
@@ -271,7 +276,10 @@ def run_placements(
         say(f"training with {name}; its output is in {log}")
         with log.open("w", encoding="utf-8") as output:
             command = [sys.executable, "-m", "rolepool", "train", recipe, *overrides, *placement, *keys]
-            code = _wait_for(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0))
+            streams = [(os.POSIX_SPAWN_DUP2, output.fileno(), number) for number in (1, 2)]
+            code, asked = wait_for(os.posix_spawn(sys.executable, command, os.environ, file_actions=streams))
+        if asked:
+            raise (KeyboardInterrupt if asked == signal.SIGINT else Terminated)("the training run has ended too")
         if code == 0:
             folders.append(folder)
         else:
@@ -289,26 +297,3 @@ def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping
             PlacementError.raise_if_any(find_problems(config, build_plan(config)))
     if problems:
         raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
-
-
-def _wait_for(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit code. Passes every signal that would end this process on to the child, as Ctrl-C, and raises it
-    here after the child has ended.
-
-    The child is in its own process group, so it does not receive Ctrl-C from the terminal as well.
-    """
-    received: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        child.send_signal(signal.SIGINT)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    used = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, pass_on) for number in used}
-    code = child.wait()
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    if received:
-        raise (KeyboardInterrupt if received[0] == signal.SIGINT else Terminated)("the training run has ended too")
-    return code

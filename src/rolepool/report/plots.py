@@ -169,13 +169,12 @@ def _stack(axes: Axes, log: str, metrics: MetricsByStep, operations: Sequence[st
 
     rows = {step: row for step, row in metrics.items() if f"{TIMING}step" in row} or metrics
     times = np.array([[row.get(f"{TIMING}{name}", np.nan) for row in rows.values()] for name in (*operations, "step")])
-    heights, whole = np.nan_to_num(times[:-1]), times[-1]
     # Every value holds from halfway to its neighbours; those at the ends are as wide as the others.
     steps = [min(rows) - 0.5, *rows, max(rows) + 0.5]
-    stack = np.pad(heights, ((0, 0), (1, 1)), mode="edge")
+    times = np.pad(times, ((0, 0), (1, 1)), mode="edge")
+    stack = np.nan_to_num(times[:-1])
     axes.stackplot(steps, stack, step="mid", colors=colors_for(operations).values(), labels=operations)
-    line = np.pad(whole, 1, mode="edge")
-    axes.plot(steps, line, drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
+    axes.plot(steps, times[-1], drawstyle="steps-mid", color="black", linewidth=1.2, label="step")
     label = "step (a stack above the line: operations overlapped, or ran outside the step)"
     axes.set(title=fill(log, 80), xlabel=label, ylabel="time per step (s)")
     axes.margins(x=0)

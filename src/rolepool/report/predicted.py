@@ -27,8 +27,6 @@ from rolepool.report.plots import TABLES, new_figure, style, timed_operations
 from rolepool.report.run import TIMING, Run, parts_of, read_logs, read_run
 
 Answer = tuple[dict[str, Prediction], list[str]]
-WORDS_OF_LOGGED = (("ref", "actor_rollout_ref.actor.use_kl_loss=true"),)
-"""Settings that a log with the time of an operation shows."""
 TABLE_WIDTH = 180
 MAX_PATH = 4
 """Operations of a critical path that are shown."""
@@ -70,7 +68,7 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         names = timed_operations(metrics)
         words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
         words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
-        words += [word for name, word in WORDS_OF_LOGGED if name in names]
+        words += ["actor_rollout_ref.actor.use_kl_loss=true"] if "ref" in names else []
         config = load_config([], words).config
         plan = build_plan(config)
         roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}
@@ -110,8 +108,6 @@ class Request:
     """What `rolepool predict` is asked. Each answer has predictions with a label, and why others are not possible."""
 
     def __init__(self, options: Namespace, schedule_of: ScheduleOf) -> None:
-        if options.gpus is not None and options.inventory is not None:
-            raise ConfigError("--gpus and --inventory: both give the inventory; use only one of them")
         recordings = read_recordings(options.runs, options.gpus)
         config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
         if options.gpus is not None or options.inventory is not None:

@@ -118,10 +118,9 @@ def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, 
 
 
 def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
-    names = metric_names(metrics)
+    names = [name for name in metric_names(metrics) if not name.endswith("/std")]
     for title, patterns in TABLES.curves.items():
-        shown = [name for name in names if not name.endswith("/std")]
-        wanted = [name for pattern in patterns for name in shown if fnmatchcase(name, pattern)]
+        wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if wanted:
             values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
             yield _chart(title, "step", values)
@@ -195,8 +194,8 @@ def trace_pieces(run: Run) -> Iterator[str]:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The events of a trace. Slices and arrows are in the order of time on each thread: an arrow leaves its slice
-    before the next slice begins. Times are integer microseconds since the first span."""
+    """The events of a trace: first the names, then all slices, then all arrows. Times are integer microseconds since
+    the first span."""
     pools = {pool: number for number, pool in enumerate(sorted({pool for pool, _ in timeline.of_rank}), start=1)}
     threads = {}
     for pool, number in pools.items():
@@ -207,23 +206,19 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         threads[pool, rank] = thread = {"pid": pools[pool], "tid": number}
         yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"{pool} rank {rank}"}}
         yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}}
-    start_us = [int((recorded.span.start_s - timeline[0].span.start_s) * 1e6) for recorded in timeline]
-    arriving: dict[int, list[int]] = defaultdict(list)
-    leaving: dict[int, list[int]] = defaultdict(list)
-    for position, recorded in enumerate(timeline):
-        for source in timeline.inputs_of(position):
-            if timeline[source].span.start_s <= recorded.span.start_s:
-                arriving[position].append(source)
-                leaving[source].append(position)
-    for position, (step, operation, span) in enumerate(timeline):
-        end_us = int((span.end_s - timeline[0].span.start_s) * 1e6)
-        thread, times = threads[span.pool, span.rank], {"ts": start_us[position], "dur": end_us - start_us[position]}
+    slices = []
+    for step, operation, span in timeline:
+        start_us, end_us = (int((time_s - timeline[0].span.start_s) * 1e6) for time_s in (span.start_s, span.end_s))
+        thread, times = threads[span.pool, span.rank], {"ts": start_us, "dur": end_us - start_us}
+        slices.append((thread, start_us, end_us))
         args = {"step": step, **span._asdict(), "parts": span.part_seconds}
         yield {"ph": "X", "name": operation, "cat": span.role, **thread, **times, "args": args}
-        arrow = {"name": "data", "cat": "data", **thread}
-        for source in arriving[position]:
-            yield {"ph": "f", "bp": "e", **arrow, "id": source * len(timeline) + position, "ts": start_us[position]}
-        for target in leaving[position]:
-            # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
-            time_us = max(min(end_us - 1, start_us[target]), start_us[position])
-            yield {"ph": "s", **arrow, "id": position * len(timeline) + target, "ts": time_us}
+    for target, (thread, arrives_us, _) in enumerate(slices):
+        for source in timeline.inputs_of(target):
+            source_thread, start_us, end_us = slices[source]
+            if start_us <= arrives_us:
+                arrow = {"name": "data", "cat": "data", "id": source * len(timeline) + target}
+                # A slice does not contain its end, so an arrow leaves in its last microsecond at the latest.
+                leaves_us = max(min(end_us - 1, arrives_us), start_us)
+                yield {"ph": "s", **arrow, **source_thread, "ts": leaves_us}
+                yield {"ph": "f", "bp": "e", **arrow, **thread, "ts": arrives_us}

@@ -85,10 +85,7 @@ class WatchedRun:
         since_s, now_s = state.since_s, time.time()
         axis_s = max(now_s - since_s, *last, 0)
         yield Text(f"{state.what}, running for {duration(now_s - since_s)}; a line is {duration(axis_s)}")
-        plans = [planned.plan for planned in self.run.plans]
         for pool, calls in state.pools.items():
-            if any(pool in plan.pools for plan in plans) and pool not in plans[-1].pools:
-                continue  # the state is older than the move
             running = [f"{name} for {duration(now_s - start_s)}" for name, start_s, end_s in calls if end_s is None]
             yield self._title(f"{pool}: {''.join(running) or 'waiting'}", pool)
             bars = [(name, start_s - since_s, (end_s or now_s) - since_s) for name, start_s, end_s in calls]

@@ -100,7 +100,6 @@ class Trainer:
         self.save_freq = keys.save_freq or self.num_steps  # -1 stays -1: never
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
-        self.loggers = Loggers(self.config)
         self.folder = RunFolder(keys.default_local_dir)
         self.checkpoints = Checkpoints(self.config, self.folder, self.plan.roles)
         self.bad_steps = BadSteps(loaded, self.checkpoints)
@@ -164,8 +163,8 @@ class Trainer:
                 step = max(self.death.step, self.start_step) + 1
                 seconds = time.time() - self.death.time_s
                 self.folder.add_event("restart", step, self.death.what, seconds, repeated_from_step=self.start_step + 1)
+            self.loggers = Loggers(self.config, self.folder.path)
             cleanup.callback(self.loggers.close)
-            self.loggers.start(self.folder.path)
             self.watchdog.begin("starting")
             cleanup.callback(self._end_move, "the run has ended")
             self._train()

@@ -50,7 +50,7 @@ def supervise(keys: TrainerConfig) -> int | Death | None:
     death: Death | None = None
     furthest_step = num_restarts = 0
     while driver := _start_driver():
-        code, asked = _wait_for(driver)
+        code, asked = wait_for(driver)
         if code >= 0 and code not in (EXIT_RAY_DIED, 1):
             return 1 if code == EXIT_TRACEBACK else code
         _kill_session(driver)
@@ -85,18 +85,19 @@ def _start_driver() -> int:
     return driver
 
 
-def _wait_for(driver: int) -> tuple[int, int]:
-    """The driver's exit code (or minus the signal that killed it), and the last signal that was passed on, or 0."""
+def wait_for(process: int) -> tuple[int, int]:
+    """The exit code of a child process (or minus the signal that killed it), and the last signal that was passed on to
+    it, or 0. Ctrl-C and SIGTERM are passed on."""
     asked = 0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = number
         with suppress(ProcessLookupError):
-            os.kill(driver, number)
+            os.kill(process, number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    _, status = os.waitpid(driver, 0)
+    _, status = os.waitpid(process, 0)
     for number, handler in before.items():
         signal.signal(number, handler)
     return os.waitstatus_to_exitcode(status), asked
