@@ -127,9 +127,8 @@ def _refusal(address: str, error: Exception) -> str:
     if "resolve node to connect to" in said:
         return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
     if not re.search("authentication.token", said, re.IGNORECASE):
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         fix = "start one with `ray start --head`, or remove the key to start a local Ray"
-        return f"no Ray cluster answers there ({reason}); {fix}"
+        return f"no Ray cluster answers there ({one_line(error)}); {fix}"
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
     if "InvalidAuthToken" in said:
@@ -160,12 +159,11 @@ def _start_local_ray(**options: Any) -> None:
 def raise_if_ray_died() -> None:
     """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
     node: Any = ray_worker._global_node
-    for kind, name in PARTS.items() if node is not None else ():
-        for process in (started.process for started in node.all_processes.get(kind, ())):
-            if (code := process.poll()) is not None:
-                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                log = node.get_logs_dir_path()
-                raise RayDiedError(f"Ray's {name} (pid {process.pid}) died: {how}; its log: {log}")
+    for kind, process in node.dead_processes() if node is not None else ():
+        if kind in PARTS:
+            code, log = process.returncode, node.get_logs_dir_path()
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            raise RayDiedError(f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}")
 
 
 # Its private folder
