@@ -143,9 +143,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
         self._add_groups(launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed))
-        for name in broken:
-            if name not in planned:
-                self.add_helpers(name, self.groups[name].world_size)
+        for name in {*broken} - {*planned}:
+            self.add_helpers(name, self.groups[name].world_size)
         return broken
 
     def prepare(self, plan: Plan, names: Sequence[str], workers: Sequence[str]) -> Prepared:

@@ -64,13 +64,10 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # "local" never joins another Ray that happens to run on this machine.
-        num_gpus = 0 if device == "cpu" else None
         make_token_private()
         with ExitStack() as cleanup:
-            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
-            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
-            _start_local_ray(**options)
+            folder = cleanup.enter_context(private_folder())
+            _start_local_ray(num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None, _temp_dir=str(folder))
             cleanup.callback(ray.shutdown)
             return cleanup.pop_all().close
     try:
@@ -144,13 +141,15 @@ def _start_local_ray(**options: Any) -> None:
     for Ray's own limits. Raises PlacementError."""
     # If the raylet dies, Ray prints 40 lines of its log. `raise_if_ray_died` says what happened.
     ray_logging.stdout_deduplicator.skip_re = re.compile("^Raylet is terminated")
+    # "local" never joins another Ray that happens to run on this machine.
+    options |= {"address": "local", "include_dashboard": False, "_system_config": SYSTEM_CONFIG}
     try:
-        return _init_ray(address="local", **options)
+        return _init_ray(**options)
     except Exception as error:  # Ray raises errors of many types here, also plain `Exception`
         logger.warning("Ray did not start (%s); trying once more with a longer time limit", one_line(error))
     os.environ[START_LIMIT] = "180"
     try:
-        return _init_ray(address="local", **options)
+        return _init_ray(**options)
     except Exception as error:
         fix = "stop other programs if the machine is busy, or see Ray's logs (/tmp/ray/session_latest/logs)"
         raise PlacementError(f"Ray did not start, twice ({one_line(error)}); {fix}") from None

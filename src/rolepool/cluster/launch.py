@@ -275,10 +275,9 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
         who, pool = asked[(ready or waiting)[0]]
         if ready:
-            try:
-                ray.get(ready[0])
-            except RayError as error:
-                cause = cause_of(error)
+            (outcome,) = outcomes(ready, timeout_s=0)
+            if isinstance(outcome, RayError):
+                cause = cause_of(outcome)
                 if isinstance(cause, RolepoolError):
                     raise cause from None
                 is_death = isinstance(cause, RayActorError)
