@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -191,8 +190,7 @@ def _private_root() -> Path:
     own folder accessible to all users, so only the folder above it can be private."""
     root = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"rolepool-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    if root.lstat().st_uid != os.getuid():  # it may also be a link that another user has made
         raise PlacementError(f"{root}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
     root.chmod(0o700)
     return root

@@ -73,10 +73,9 @@ class WorkerGroup:
         if tensor_parallel < 1 or self.world_size % tensor_parallel:
             raise WorkerError(f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes")
         self.raise_if_broken()
-        queued_s = time.time()
         made = PendingCall(self, role, "__init__")
         for process in self.processes:
-            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, time.time())
             made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
         proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)

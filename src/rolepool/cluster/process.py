@@ -222,7 +222,7 @@ class WorkerProcess:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         self._switch_random_state(call.role)
-        share, handled = None, (0, 0, 0)
+        share = None
         try:
             with workers.PartTimes() as times:
                 if call.role in self._failed_roles:
@@ -235,8 +235,7 @@ class WorkerProcess:
                 result = method(*call.args, **call.kwargs)
                 if inspect.iscoroutine(result):
                     result = self._loop.run_until_complete(result)
-                if call.args or call.kwargs or result is not None:
-                    handled = _handled((*call.args, *call.kwargs.values()), result)
+                handled = _handled((*call.args, *call.kwargs.values()), result)
                 dispatch = getattr(method, workers.MARK).dispatch
                 if dispatch in PER_DP_GROUP and worker.context.tp_rank:
                     result = None
