@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +40,7 @@ MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Processes of another plan, which run beside those of the present one and have no roles yet."""
 
     reserved: Reservation

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray._private.state as ray_state
@@ -65,8 +65,7 @@ class Process(Whereabouts):
 # Nodes
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A live node and its resources as Ray counts them."""
 
     node_id: str
@@ -146,8 +145,7 @@ Bundles = dict[tuple[str, int], Any]
 """Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
 
 
-@dataclass(frozen=True)
-class Reservation:
+class Reservation(NamedTuple):
     """The resources of a plan: its nodes, its device, and a bundle for each slot."""
 
     plan: Plan
