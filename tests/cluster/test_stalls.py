@@ -16,6 +16,7 @@ from cluster_helpers import is_running, start, wait_until
 from roles_for_tests import Stuck
 
 from rolepool.cluster import Cluster, RoleProxy
+from rolepool.cluster.process import INTERVAL_S
 from rolepool.config import load_config
 from rolepool.errors import WorkerError
 from rolepool.protocol import CallFuture
@@ -104,7 +105,7 @@ def test_twenty_thousand_printed_lines_are_in_a_file_and_only_some_on_the_consol
     stalled: Stalled, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stalled.role.print_lines(20_000).get()
-    time.sleep(2)
+    time.sleep(INTERVAL_S)
     stalled.role.print_lines(1).get()
     for rank in (0, 1):
         lines = (tmp_path / "logs" / f"pool-{rank}.log").read_text().splitlines()

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.exceptions import ObjectLostError, RayError
 from tensordict.base import TensorDictBase
 
 from rolepool.errors import DataError, WorkerError
@@ -280,10 +280,6 @@ def fetch_stored(replies: Sequence[Reply]) -> list[dict[str, Encoded]]:
     except ObjectLostError as error:
         lost = next((one for one in replies if one.stored.hex() == error.object_ref_hex), replies[0])
         where = {name: getattr(lost.span, name) for name in ("pool", "role", "rank", "node", "method")}
-        problem = f"a result of {lost.maker} is lost because its node died"
-        raise WorkerError(problem, **where, is_death=True) from None
+        raise WorkerError(f"a result of {lost.maker} is lost because its node died", **where, is_death=True) from None
     except RayError as error:
-        problem = f"could not be fetched: {reason_of(error)}"
-        if isinstance(error, GetTimeoutError):
-            problem = f"did not arrive within {FETCH_TIMEOUT_S:.0f} s; check the network"
-        raise WorkerError(f"results of {replies[0].maker} {problem}") from None
+        raise WorkerError(f"results of {replies[0].maker} could not be fetched: {reason_of(error)}") from None

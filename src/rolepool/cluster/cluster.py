@@ -7,16 +7,13 @@ owns when a call counts as stalled, the report with the Python stacks of all ran
 
 import json
 import logging
-import math
 import os
 import re
 import signal
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +40,7 @@ MIN_CPUS = 8
 """What a local Ray counts at least, no matter how many cores there are, so that a run can move to more CPU slots."""
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Processes of another plan, which run beside those of the present one and have no roles yet."""
 
     reserved: Reservation
@@ -145,9 +141,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         planned = [name for name in broken if name in self.plan.pools]
         self._add_groups(launch.start_pools(self._reserved, planned, self._cleanup, run_seed=self._run_seed))
-        for name in broken:
-            if name not in planned:
-                self.add_helpers(name, self.groups[name].world_size)
+        for name in {*broken} - {*planned}:
+            self.add_helpers(name, self.groups[name].world_size)
         return broken
 
     def prepare(self, plan: Plan, names: Sequence[str], workers: Sequence[str]) -> Prepared:
@@ -304,9 +299,8 @@ class Watchdog:
     ) -> None:
         self.groups = groups
         self._keys, self._folder, self._tell = keys, folder.absolute(), tell
-        self._what, self._since_s = "start", math.inf
+        self._what, self._since_s = "start", 0.0
         self._with_logs: set[str] = set()
-        self._reported: weakref.WeakSet[PendingCall] = weakref.WeakSet()
         self.stop = once_per_second(self._look)
 
     def begin(self, what: str) -> None:
@@ -322,21 +316,19 @@ class Watchdog:
         with suppress(RayError, OSError):  # of a Ray that ends; the run itself reports a full disk
             seen = {pool: list(calls_so_far(group)) for pool, group in list(self.groups.items())}
             for call in (calls[-1] for calls in seen.values() if calls):
-                took_s = time.time() - call.start_s if call.start_s and call.end_s is None else 0.0
-                if took_s > self._limit_s(call) and call not in self._reported:
-                    self._reported.add(call)
+                is_late = call.end_s is None and time.time() - call.start_s > self._limit_s(call)
+                if is_late and not call.is_reported:
+                    call.is_reported = True
                     self._report(call, examine(call.group.processes))
-            if self._since_s < math.inf:
-                operations = {pool: list(self._operations(calls)) for pool, calls in seen.items()}
+            if self._since_s:
+                operations = {pool: self._operations(calls) for pool, calls in seen.items()}
                 state = State(time.time(), self._what, self._since_s, operations)
                 write_atomically(self._folder / "state.json", [json.dumps(state._asdict())])
 
-    def _operations(self, calls: Sequence[PendingCall]) -> Iterator[tuple[str, float, float | None]]:
-        """Name, start and end of the calls that have run since `begin`."""
-        for call in calls:
-            is_new = call.end_s is None or call.end_s > self._since_s
-            if call.number and call.start_s is not None and is_new:  # those without a number construct a role
-                yield OPERATION_NAMES.get(call.method, call.method), call.start_s, call.end_s
+    def _operations(self, calls: Sequence[PendingCall]) -> list[tuple[str, float, float | None]]:
+        """Name, start and end of the calls that have run since `begin`. Calls without a number construct a role."""
+        new = [call for call in calls if call.number and (call.end_s is None or call.end_s > self._since_s)]
+        return [(OPERATION_NAMES.get(call.method, call.method), call.start_s, call.end_s) for call in new]
 
     def _limit_s(self, call: PendingCall) -> float:
         longest_s = call.group.longest_s.get((call.role, call.method))
@@ -348,7 +340,7 @@ class Watchdog:
         """Say which ranks hold up the call, write the stacks of all ranks, and do what `trainer.on_stall` says."""
         ready, _ = ray.wait(call.all_refs, num_returns=len(call.all_refs), timeout=0)
         working = [one for one, answer in zip(findings, call.all_refs, strict=False) if answer not in ready]
-        if not working or call.start_s is None:
+        if not working:
             return
         path = self._folder / "stalls" / f"{re.sub(r'[^A-Za-z0-9]+', '_', self._what)}-{call.group.name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -64,13 +63,10 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # "local" never joins another Ray that happens to run on this machine.
-        num_gpus = 0 if device == "cpu" else None
         make_token_private()
         with ExitStack() as cleanup:
-            options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
-            options |= {"_temp_dir": str(cleanup.enter_context(private_folder())), "_system_config": SYSTEM_CONFIG}
-            _start_local_ray(**options)
+            folder = cleanup.enter_context(private_folder())
+            _start_local_ray(num_cpus=num_cpus, num_gpus=0 if device == "cpu" else None, _temp_dir=str(folder))
             cleanup.callback(ray.shutdown)
             return cleanup.pop_all().close
     try:
@@ -127,9 +123,8 @@ def _refusal(address: str, error: Exception) -> str:
     if "resolve node to connect to" in said:
         return f"this node is not part of the Ray cluster there; run `ray start --address={address}` here first"
     if not re.search("authentication.token", said, re.IGNORECASE):
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         fix = "start one with `ray start --head`, or remove the key to start a local Ray"
-        return f"no Ray cluster answers there ({reason}); {fix}"
+        return f"no Ray cluster answers there ({one_line(error)}); {fix}"
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return f"the Ray cluster there requires a token, but RAY_AUTH_MODE=token is not set here; {TOKEN_FIX}"
     if "InvalidAuthToken" in said:
@@ -145,13 +140,15 @@ def _start_local_ray(**options: Any) -> None:
     for Ray's own limits. Raises PlacementError."""
     # If the raylet dies, Ray prints 40 lines of its log. `raise_if_ray_died` says what happened.
     ray_logging.stdout_deduplicator.skip_re = re.compile("^Raylet is terminated")
+    # "local" never joins another Ray that happens to run on this machine.
+    options |= {"address": "local", "include_dashboard": False, "_system_config": SYSTEM_CONFIG}
     try:
-        return _init_ray(address="local", **options)
+        return _init_ray(**options)
     except Exception as error:  # Ray raises errors of many types here, also plain `Exception`
         logger.warning("Ray did not start (%s); trying once more with a longer time limit", one_line(error))
     os.environ[START_LIMIT] = "180"
     try:
-        return _init_ray(address="local", **options)
+        return _init_ray(**options)
     except Exception as error:
         fix = "stop other programs if the machine is busy, or see Ray's logs (/tmp/ray/session_latest/logs)"
         raise PlacementError(f"Ray did not start, twice ({one_line(error)}); {fix}") from None
@@ -160,12 +157,11 @@ def _start_local_ray(**options: Any) -> None:
 def raise_if_ray_died() -> None:
     """Raise RayDiedError if a part of the Ray that this process started has ended. This costs a few microseconds."""
     node: Any = ray_worker._global_node
-    for kind, name in PARTS.items() if node is not None else ():
-        for process in (started.process for started in node.all_processes.get(kind, ())):
-            if (code := process.poll()) is not None:
-                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                log = node.get_logs_dir_path()
-                raise RayDiedError(f"Ray's {name} (pid {process.pid}) died: {how}; its log: {log}")
+    for kind, process in node.dead_processes() if node is not None else ():
+        if kind in PARTS:
+            code, log = process.returncode, node.get_logs_dir_path()
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            raise RayDiedError(f"Ray's {PARTS[kind]} (pid {process.pid}) died: {how}; its log: {log}")
 
 
 # Its private folder
@@ -194,8 +190,7 @@ def _private_root() -> Path:
     own folder accessible to all users, so only the folder above it can be private."""
     root = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"rolepool-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    if root.lstat().st_uid != os.getuid():  # it may also be a link that another user has made
         raise PlacementError(f"{root}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
     root.chmod(0o700)
     return root

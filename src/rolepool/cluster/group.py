@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rolepool.cluster import calls
 from rolepool.cluster.connection import raise_if_ray_died
@@ -33,7 +33,6 @@ GRACE_S = 3.0
 """The time in which the other ranks of a failed call must end too. Otherwise they hang, and the pool is stopped."""
 CALL_TIMEOUT_S = 24 * 3600.0
 
-ActorGoneError = (ActorDiedError, ActorUnavailableError)
 next_call_number = itertools.count(1).__next__
 """Returns the number of a new call. All groups of this process count their calls together."""
 
@@ -74,10 +73,9 @@ class WorkerGroup:
         if tensor_parallel < 1 or self.world_size % tensor_parallel:
             raise WorkerError(f"{self.name}: tensor_parallel={tensor_parallel} must divide {self.world_size} processes")
         self.raise_if_broken()
-        queued_s = time.time()
         made = PendingCall(self, role, "__init__")
         for process in self.processes:
-            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, queued_s)
+            answer = process.actor.add_role.remote(role, worker_class, tensor_parallel, args, kwargs, time.time())
             made.all_objects.append((answer, None))
         ready = CallFuture([made], lambda results: None)
         proxy = RoleProxy(self, role, worker_class, tensor_parallel, ready)
@@ -240,9 +238,11 @@ class PendingCall:
     sources: Sequence[Pending] = ()
     all_objects: list[tuple[Any, Any]] = field(default_factory=list, init=False)
     """References to the reply of each rank and to the data that is stored for it."""
-    start_s: float | None = field(default=None, init=False)
+    start_s: float = field(default=0.0, init=False)
     end_s: float | None = field(default=None, init=False)
-    """When `calls_so_far` first saw that it could run, and that it had ended."""
+    """When `calls_so_far` first saw that it could run (0 before that), and that it had ended."""
+    is_reported: bool = field(default=False, init=False)
+    """Whether the watchdog has reported it as a stall."""
     _replies: list[Reply] | None = field(default=None, init=False)
     _error: WorkerError | None = field(default=None, init=False)
 
@@ -308,12 +308,12 @@ class PendingCall:
 
 def is_death_of(process: Process, error: Any) -> bool:
     """Whether an error of Ray says that this process died."""
-    return isinstance(error, ActorGoneError) and error.actor_id == process.actor_id
+    return isinstance(error, RayActorError) and error.actor_id == process.actor_id
 
 
 def find_deaths(processes: Sequence[Process], cause: BaseException | None = None) -> list[tuple[Process, str]]:
     """The processes that died, and why: the one that the cause names. If it names none, every process gets a ping."""
-    if isinstance(cause, ActorGoneError):
+    if isinstance(cause, RayActorError):
         return [(process, calls.reason_of(cause)) for process in processes if is_death_of(process, cause)]
     # A process that does not answer in time is busy. If it were dead, Ray would answer.
     answers = outcomes([process.actor.ping.remote() for process in processes], timeout_s=2.0)

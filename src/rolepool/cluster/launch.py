@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray._private.state as ray_state
@@ -42,12 +42,11 @@ the processes of another plan can start in the bundle before those of the presen
 
 @dataclass(kw_only=True, eq=False)
 class Process(Whereabouts):
-    """A running worker process. It gets its rank and slot when all processes of its pool have started."""
+    """A running worker process. It gets its rank when all processes of its pool have started."""
 
     actor: Any
     pool: str
     rank: int = field(init=False)
-    slot: Slot = field(init=False)
     clock_ahead_s: float = 0.0
     """How far the clock of its node is ahead of the driver's clock."""
 
@@ -66,8 +65,7 @@ class Process(Whereabouts):
 # Nodes
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A live node and its resources as Ray counts them."""
 
     node_id: str
@@ -147,8 +145,7 @@ Bundles = dict[tuple[str, int], Any]
 """Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
 
 
-@dataclass(frozen=True)
-class Reservation:
+class Reservation(NamedTuple):
     """The resources of a plan: its nodes, its device, and a bundle for each slot."""
 
     plan: Plan
@@ -276,10 +273,9 @@ def await_all(asked: dict[Any, tuple[str, str]], what: str, progress: str | None
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
         who, pool = asked[(ready or waiting)[0]]
         if ready:
-            try:
-                ray.get(ready[0])
-            except RayError as error:
-                cause = cause_of(error)
+            (outcome,) = outcomes(ready, timeout_s=0)
+            if isinstance(outcome, RayError):
+                cause = cause_of(outcome)
                 if isinstance(cause, RolepoolError):
                     raise cause from None
                 is_death = isinstance(cause, RayActorError)
@@ -331,31 +327,31 @@ def _match(pool: str, reserved: Reservation, started: Sequence[Process]) -> list
         fix = "wait until that job ends, or plan with fewer GPUs"
         raise PlacementError(f"{planned}, but Ray assigned {given}: {users}; {fix}")
     members = [started[held.index(slot)] for slot in slots]
-    for rank, (process, slot) in enumerate(zip(members, slots, strict=True)):
-        process.rank, process.slot = rank, slot
+    for rank, process in enumerate(members):
+        process.rank = rank
     return members
 
 
 def _start_mps(plan: Plan, processes: dict[str, list[Process]]) -> None:
     """Start one daemon on every node, in the first process that shares a GPU there, before any of them uses its GPU."""
-    sharing: dict[int, list[Process]] = defaultdict(list)
+    sharing: dict[str, list[Process]] = defaultdict(list)
     for process in (process for name in plan.sharing_pools for process in processes.get(name, ())):
-        sharing[process.slot.node].append(process)
+        sharing[process.node_id].append(process)
     firsts = [members[0] for members in sharing.values()]
     asked = {first.actor.start_mps.remote(): (str(first), first.pool) for first in firsts}
     answers = await_all(asked, "start CUDA MPS (placement.mps=true)")
-    for (node, members), variables in zip(sharing.items(), answers, strict=True):
+    for members, variables in zip(sharing.values(), answers, strict=True):
         # A process runs this before it takes its rank, which is when it first uses its GPU.
         for process in members:
             process.actor.set_environment.remote(variables)
-        logger.info("started CUDA MPS on node %d (%s)", node, members[0].address)
+        logger.info("started CUDA MPS on node %s", members[0].address)
 
 
 def _form_pools(reserved: Reservation, processes: dict[str, list[Process]], run_seed: int) -> None:
     """Give every process its rank, and form one process group for each pool; all pools at the same time."""
     joined, device = {}, "cpu" if reserved.device == "cpu" else reserved.plan.device
     for name, members in processes.items():
-        nodes = [process.slot.node for process in members]
+        nodes = [process.node_id for process in members]
         base = WorkerContext(pool=name, world_size=len(members), device=device, run_seed=run_seed)
         addresses = []
         for rank, (process, node) in enumerate(zip(members, nodes, strict=True)):

@@ -52,7 +52,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MAX_LINES = 50
 INTERVAL_S = 5.0
 """So many lines of output are shown in each interval of this length."""
-MIN_NOTICE_S = 1.0
 
 
 @dataclass
@@ -223,7 +222,7 @@ class WorkerProcess:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         self._switch_random_state(call.role)
-        share, handled = None, (0, 0, 0)
+        share = None
         try:
             with workers.PartTimes() as times:
                 if call.role in self._failed_roles:
@@ -236,8 +235,7 @@ class WorkerProcess:
                 result = method(*call.args, **call.kwargs)
                 if inspect.iscoroutine(result):
                     result = self._loop.run_until_complete(result)
-                if call.args or call.kwargs or result is not None:
-                    handled = _handled((*call.args, *call.kwargs.values()), result)
+                handled = _handled((*call.args, *call.kwargs.values()), result)
                 dispatch = getattr(method, workers.MARK).dispatch
                 if dispatch in PER_DP_GROUP and worker.context.tp_rank:
                     result = None
@@ -312,13 +310,13 @@ def _handled(arguments: Sequence[Any], result: Any) -> tuple[int, int, int]:
 
 class LimitedOutput:
     """Replaces a text stream of this process. Ray shows on the driver's console what is written to the stream. After
-    `MAX_LINES` lines, the rest of an interval is only in the file."""
+    `MAX_LINES` lines, the rest of an interval is only in the file. The first output after the interval tells how
+    many lines that were."""
 
     def __init__(self, stream: TextIO, path: Path) -> None:
         self._stream, self._path = stream, path
         self._file: TextIO | None = None
-        self._num_lines = self._num_hidden = 0
-        self._since_s = self._told_s = time.monotonic()
+        self._num_lines, self._since_s = 0, time.monotonic()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -329,24 +327,20 @@ class LimitedOutput:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
             self._file.write(text)
-        if time.monotonic() > self._since_s + INTERVAL_S:
-            self._tell()
-            self._since_s, self._num_lines = time.monotonic(), 0
+        self._end_interval()
         for line in text.splitlines(keepends=True):
-            ends = line.endswith(("\n", "\r"))
             if self._num_lines < MAX_LINES:
                 self._stream.write(line)
-                self._num_lines += ends
-            else:
-                self._num_hidden += ends
+            self._num_lines += line.endswith(("\n", "\r"))
         return len(text)
 
     def flush(self) -> None:
-        if time.monotonic() > self._told_s + MIN_NOTICE_S:  # because print() can flush after every line
-            self._tell()
+        self._end_interval()
         self._stream.flush()
 
-    def _tell(self) -> None:
-        if self._num_hidden:
-            self._stream.write(f"... {self._num_hidden} more lines are not shown here; all lines are in {self._path}\n")
-            self._num_hidden, self._told_s = 0, time.monotonic()
+    def _end_interval(self) -> None:
+        """If the interval is over, begin the next one."""
+        if time.monotonic() > self._since_s + INTERVAL_S:
+            if (num_hidden := self._num_lines - MAX_LINES) > 0:
+                self._stream.write(f"... {num_hidden} more lines are not shown here; all lines are in {self._path}\n")
+            self._num_lines, self._since_s = 0, time.monotonic()
