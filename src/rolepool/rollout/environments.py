@@ -356,9 +356,8 @@ def conversations_of(config: Config) -> Conversations | None:
     environment = import_environment(config.environment.path, config.environment.name)
     if environment is None:
         return None
-    keys = config.actor_rollout_ref.model
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
-    tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]
     limits, turns = (config.data.max_prompt_length, config.data.max_response_length), config.actor_rollout_ref.rollout
     return Conversations(rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config))
