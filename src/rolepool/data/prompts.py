@@ -154,11 +154,9 @@ class PromptSet:
         return {**used_columns(row, file.source, self._config), "origin": origin}
 
     def _with_text(self, row: Row) -> Row:
-        """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
-        text, is_chat = row["raw_prompt"], not isinstance(row["raw_prompt"], str)
-        if is_chat:
-            text = render_chat(self._tokenizer, text, row["origin"], **self._template_options)
-        return {**row, "is_chat": is_chat, "text": text}
+        """The row with the text of its prompt."""
+        text = render_chat(self._tokenizer, row["raw_prompt"], row["origin"], **self._template_options)
+        return {**row, "is_chat": not isinstance(row["raw_prompt"], str), "text": text}
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[list[int]]:
@@ -171,10 +169,12 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterato
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Row], origin: str, answer: str | None = None, /, **options: Any
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, origin: str, answer: str | None = None, /, **options: Any
 ) -> str:
     """The text of a chat as the tokenizer's template writes it with these options: with an answer, or up to the start
-    of the answer."""
+    of the answer. A prompt that is a plain string is returned unchanged."""
+    if isinstance(prompt, str):
+        return prompt
     chat = prompt if answer is None else [*prompt, {"role": "assistant", "content": answer}]
     try:
         text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, tokenize=False, **options))
@@ -278,8 +278,7 @@ class RewardTexts:
     def check(self, prompts: PromptSet) -> None:
         """Raise BadRow if the reward model's template cannot write the first chat."""
         prompt, origin = (prompts.take([0])[name][0] for name in ("raw_prompt", "origin"))
-        if not isinstance(prompt, str):
-            render_chat(self._own, prompt, origin, "")
+        render_chat(self._own, prompt, origin, "")
 
     def tokenize(self, batch: DataProto) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response as its last message.

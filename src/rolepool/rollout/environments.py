@@ -207,10 +207,10 @@ def _prompt_with(row: Row, observation: str, generate: Generate) -> list[int]:
     """The tokens of the prompt with an observation at the end of its last message."""
     prompt, is_chat = row["prompt"], not isinstance(row["prompt"], str)
     if is_chat:
-        chat = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
+        longer = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
     else:
-        text = prompt + observation
+        longer = prompt + observation
+    text = render_chat(generate.tokenizer, longer, row["origin"], **generate.template_options)
     return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
 
 
