@@ -26,6 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolepool.config import load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.tools import ToolProcess
@@ -99,7 +100,10 @@ def compare(name: str, options: argparse.Namespace) -> None:
 def run_a_thousand() -> None:
     with tempfile.TemporaryDirectory() as folder:
         demo = make_demo(f"{folder}/demo")
-        model, tokenizer = LlamaForCausalLM.from_pretrained(demo.model), load_tokenizer(str(demo.model))
+        model, tokenizer = (
+            LlamaForCausalLM.from_pretrained(demo.model),
+            load_tokenizer(PolicyModelConfig(path=str(demo.model))),
+        )
     engine = NativeEngine(model, max_num_seqs=1024, max_num_batched_tokens=8192, shared_weights=True)
     sampling = Sampling(1.0, 1.0, -1, True, 1, ignore_eos=False, stop_token_ids=(1,))
     keys = load_config([], []).config.environment

@@ -109,7 +109,7 @@ class Steps:
         self.sent: list[Encoded] = []
         calls_module.encode = self._watched_encode
         ROLE_SPECS[Role.Rollout] = replace(ROLE_SPECS[Role.Rollout], worker=f"{__name__}:{LongTailRollout.__name__}")
-        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path, trust_remote_code=False)
+        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self.loader = PromptLoader(PromptSet("train", self.config, tokenizer), NUM_ROWS, seed=1)
         self.estimator = Estimator(self.config)
         self.plan = build_plan(self.config)

@@ -79,7 +79,7 @@ def test_a_sync_inside_a_pool_and_one_across_pools_give_the_actors_weights_to_bo
     In float64, so that no two tokens are so close that rounding decides between them.
     """
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS["one pool"])).config
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     prompts = repeated(loader.next_batch(), 2)
     train, generate = shared_cluster.groups["four"], shared_cluster.groups["two"]
@@ -111,7 +111,7 @@ def test_after_a_sync_two_tensor_parallel_ranks_agree_with_the_actor(name: str, 
     config = load_config([], settings(tmp_path / "demo", PLACEMENTS[name])).config
     plan = build_plan(config)
     assert find_problems(config, plan) == []
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     with Cluster(plan) as cluster:
         roles = build_roles(cluster, config, 10)

@@ -145,7 +145,7 @@ def run(demo: Demo, placement: list[str], dtype: torch.dtype = torch.float64, re
     )
     config, plan = loaded.config, build_plan(loaded.config)
     assert find_problems(config, plan) == []
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     loader = PromptLoader(PromptSet("train", config, tokenizer), config.data.train_batch_size, seed=1)
     estimator = Estimator(config)
     course = Course([], [], [], {})

@@ -14,6 +14,7 @@ import torch
 from train_helpers import SPLIT, small_keys, train
 
 from rolepool.config import load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.data.rewards import NUMBERS, PRED
@@ -87,7 +88,7 @@ def test_every_metric_of_a_run_is_documented(demo: Demo, tmp_path: Path, root: P
 def test_rows_with_different_numbers_can_be_scored_by_different_processes(demo: Demo, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD.replace("    return {", "    return letters == [] or {"), encoding="utf-8")
     config = load_config([], small_keys(demo, tmp_path, f"custom_reward_function.path={tmp_path / 'mine.py'}")).config
-    letter = load_tokenizer(demo.model).encode("b", add_special_tokens=False)
+    letter = load_tokenizer(PolicyModelConfig(path=str(demo.model))).encode("b", add_special_tokens=False)
     role = RuleReward(config, Setup())
     scored = []
     for response in (letter, []):

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from rolepool.config import LoadedConfig, load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo, make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, DataError
@@ -59,7 +60,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 @pytest.fixture(scope="module")
 def tokenizer(demo: Demo) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(demo.model))
+    return load_tokenizer(PolicyModelConfig(path=str(demo.model)))
 
 
 def recipe(demo: Demo, *overrides: str) -> LoadedConfig:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rolepool.config import load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data import demo
 from rolepool.data.demo import Demo, make_demo, next_letters
 from rolepool.data.prompts import PromptSet, load_tokenizer, validation_batches
@@ -68,7 +69,7 @@ def test_the_right_answer_earns_everything_and_its_parts_earn_parts(made: Demo) 
 
 
 def test_prompts_and_answers_survive_the_tokenizer(made: Demo) -> None:
-    tokenizer = load_tokenizer(str(made.model))
+    tokenizer = load_tokenizer(PolicyModelConfig(path=str(made.model)))
     keys = [f"data.val_files={made.val_file}", "data.max_prompt_length=5"]
     (batch,) = validation_batches(PromptSet("val", load_config(overrides=keys).config, tokenizer))
     for row, ids in zip(rows(made.val_file), batch.non_tensor_batch["raw_prompt_ids"], strict=True):
@@ -93,7 +94,7 @@ def test_all_tokens_but_padding_and_end_are_words_that_a_response_shows(made: De
 def test_the_model_is_a_small_transformer_that_answers_at_random(made: Demo) -> None:
     model = AutoModelForCausalLM.from_pretrained(made.model)
     assert 200_000 < model.num_parameters() < 500_000
-    tokenizer = load_tokenizer(str(made.model))
+    tokenizer = load_tokenizer(PolicyModelConfig(path=str(made.model)))
     assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     with torch.no_grad():
         probabilities = model(torch.tensor([[4, 5, 6, 7, 3]])).logits[0, -1].softmax(-1)

@@ -14,6 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rolepool.config import load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import make_demo
 from rolepool.data.prompts import PromptSet, load_tokenizer, truncate
 from rolepool.errors import ConfigError, DataError, RolepoolError
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """Letters a to h are the tokens 4 to 11; a chat is its letters and then `=`, token 3."""
-    return load_tokenizer(str(model))
+    return load_tokenizer(PolicyModelConfig(path=str(model)))
 
 
 def row(letters: str = "a b c", **changes: Any) -> dict[str, Any]:
@@ -567,16 +568,18 @@ def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, toke
 def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "padless")
-    assert load_tokenizer(str(tmp_path / "padless")).pad_token_id == tokenizer.eos_token_id
+    assert load_tokenizer(PolicyModelConfig(path=str(tmp_path / "padless"))).pad_token_id == tokenizer.eos_token_id
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "endless")
-    assert "has no end-of-sequence token" in problem(lambda: load_tokenizer(str(tmp_path / "endless")))
+    assert "has no end-of-sequence token" in problem(
+        lambda: load_tokenizer(PolicyModelConfig(path=str(tmp_path / "endless")))
+    )
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    said = problem(lambda: load_tokenizer(str(tmp_path)))
+    said = problem(lambda: load_tokenizer(PolicyModelConfig(path=str(tmp_path))))
     assert said.startswith(f"actor_rollout_ref.model.path={tmp_path}: no tokenizer can be loaded from there")
     assert len(said.splitlines()) == 1

@@ -285,7 +285,12 @@ def test_an_error_in_one_of_several_functions_names_its_key(tmp_path: Path) -> N
         ("[a.py:f, b.py:f]", "reward.functions=b.py:f: there are two functions with the name f; rename one"),
     ],
 )
-def test_a_function_that_does_not_exist_is_named(functions: str, expected: str) -> None:
+def test_a_function_that_does_not_exist_is_named(
+    functions: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("def f(**_):\n    return 0\n")
     with pytest.raises(ConfigError) as caught:
         of_keys(f"reward.functions={functions}")
     assert str(caught.value).startswith(expected)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rolepool.config import load_config
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.demo import Demo, make_demo
 from rolepool.data.prompts import load_tokenizer
 from rolepool.errors import ConfigError, RolepoolError
@@ -404,7 +405,7 @@ CHATML = (
 
 
 def test_a_template_adds_what_it_writes_after_the_end_token(demo: Demo) -> None:
-    tokenizer = load_tokenizer(str(demo.model))
+    tokenizer = load_tokenizer(PolicyModelConfig(path=str(demo.model)))
     tokenizer.chat_template = CHATML.replace("<|im_start|>", "= ").replace("message.role", "''")
     ids = added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {})
     assert tokenizer.decode(ids) == "= c <eos> = ?", "the last word stands for assistant"

@@ -71,15 +71,17 @@ class GroupedScores(NamedTuple):
         return torch.where(self.size_of_row == 1, 1.0, variance.sqrt())
 
 
-def _by_group(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
+def _by_group(*names: str, whiten: bool = False) -> Callable[[Callable[..., Tensor]], Callable[..., Estimate]]:
     """A decorator that registers a function of grouped scores as an estimator. The function returns a number for every
-    row, which is the advantage of all tokens of the row."""
+    row, which is the advantage of all tokens of the row. It may be whitened over all tokens of the mask."""
 
     def registered(advantage_of_row: Callable[..., Tensor]) -> Callable[..., Estimate]:
         @wraps(advantage_of_row)
         def compute(token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **options: Any) -> Estimate:
             rows = advantage_of_row(GroupedScores.of(token_level_rewards, response_mask, index), **options)
-            return (_of_all_tokens(rows.to(token_level_rewards.dtype), response_mask),) * 2
+            advantages = keep_masked(rows.unsqueeze(-1).expand(response_mask.shape), response_mask)
+            advantages = masked_whiten(advantages, response_mask) if whiten else advantages
+            return (advantages.to(token_level_rewards.dtype),) * 2
 
         for name in names:
             register_adv_est(name)(compute)
@@ -200,10 +202,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return masked_whiten(returns, response_mask), returns
 
 
-@register_adv_est("reinforce_plus_plus_baseline")
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: GroupIndex, **_: Any
-) -> Estimate:
+@_by_group("reinforce_plus_plus_baseline", whiten=True)
+def compute_reinforce_plus_plus_baseline_outcome_advantage(grouped: GroupedScores, **_: Any) -> Tensor:
     """REINFORCE++ with a baseline: the score minus the group's mean, whitened over all tokens of the mask.
 
     B_it = s_i - mean_group(s)                   with s_i = sum_t r_it
@@ -211,17 +211,12 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A group of one has no baseline: its score is whitened.
     """
-    centred = GroupedScores.of(token_level_rewards, response_mask, index).centred()
-    whitened = masked_whiten(_of_all_tokens(centred, response_mask), response_mask)
-    return (whitened.to(token_level_rewards.dtype),) * 2
+    return grouped.centred()
 
 
 @torch.no_grad()
 def compute_advantage(adv_estimator: str, token_level_rewards: Tensor, response_mask: Tensor, **more: Any) -> Estimate:
     """(advantages, returns) from the estimator of that name, which takes from the inputs what it needs."""
-    for name in adv_estimators.needs_of(adv_estimator):
-        if more.get(name) is None:
-            raise DataError(f"the advantage estimator {adv_estimator!r} needs {name}")
     inputs = {**more, "token_level_rewards": token_level_rewards, "response_mask": response_mask}
     estimated: Estimate = adv_estimators.find(adv_estimator)(**inputs)
     for name, tensor in zip(("advantages", "returns"), estimated, strict=True):
@@ -301,8 +296,3 @@ def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 def _discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """R_t = r_t + gamma R_{t+1} over the tokens of the mask: GAE with lam 1 and values 0."""
     return _gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
-
-
-def _of_all_tokens(numbers: Tensor, response_mask: Tensor) -> Tensor:
-    """The number of a row for all its tokens, and 0 outside the mask."""
-    return keep_masked(numbers.unsqueeze(-1).expand(response_mask.shape), response_mask)

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,7 @@ def _write_model(folder: Path, model_class: Any, **more: Any) -> None:
     for file in MODEL_FILES.iterdir():
         shutil.copyfile(file, folder / file.name)  # without its permissions, because an installed file may be read-only
     config = LlamaConfig.from_pretrained(folder, **more)
-    with torch.random.fork_rng(devices=[]), ExitStack() as restored:  # the caller's random state does not change
+    transformers_logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(SEED)
-        if transformers_logging.is_progress_bar_enabled():
-            restored.callback(transformers_logging.enable_progress_bar)
-            transformers_logging.disable_progress_bar()
         model_class(config).save_pretrained(folder)

@@ -9,7 +9,6 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -45,14 +44,14 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
 
 def find_problems(config: Config) -> list[str]:
     """Problems with files of prompts, the first row of each, and files of reward functions; one line each."""
-    files = [(path, key) for key in ("data.train_files", "data.val_files") for path in config.at(key)]
-    checks: list[Callable[[], object]] = [partial(_check_file, path, key, config) for path, key in files]
-    has_functions = not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION
-    checks += [partial(functions_of, config)] if has_functions else []
     problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
-    for check in checks:
+    for key in ("data.train_files", "data.val_files"):
+        for path in config.at(key):
+            with collected(problems):
+                _check_file(path, key, config)
+    if not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION:
         with collected(problems):
-            check()
+            functions_of(config)
     return list(dict.fromkeys(problems))
 
 

@@ -28,6 +28,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolepool.config import Config, show
+from rolepool.config.model_keys import PolicyModelConfig, RewardModelModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, one_line
@@ -39,20 +40,21 @@ logger = logging.getLogger(__name__)
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
-def load_tokenizer(
-    path: str | None, *, trust_remote_code: bool = False, name: str = "actor_rollout_ref.model.path"
-) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder or hub id that the key `name` names, by default the policy's. If it has no pad token,
-    its end-of-sequence token is used."""
-    key, place = f"{name}={show(path)}", str(Path(str(path)).expanduser())
+ModelKeys = PolicyModelConfig | RewardModelModelConfig
+
+
+def load_tokenizer(keys: ModelKeys, name: str = "actor_rollout_ref.model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, by default the policy's. `name` is the key of its path in error messages. If it has no
+    pad token, its end-of-sequence token is used."""
+    key, place = f"{name}={show(keys.path)}", str(Path(str(keys.path)).expanduser())
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
     with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    if tokenizer.eos_token_id is None:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=keys.trust_remote_code)
+    if found.eos_token_id is None:
         raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    if found.pad_token_id is None:
+        found.pad_token = found.eos_token
+    return found
 
 
 class PromptSet:
@@ -152,11 +154,9 @@ class PromptSet:
         return {**used_columns(row, file.source, self._config), "origin": origin}
 
     def _with_text(self, row: Row) -> Row:
-        """The row with the text of its prompt. A chat becomes text with the tokenizer's template."""
-        text, is_chat = row["raw_prompt"], not isinstance(row["raw_prompt"], str)
-        if is_chat:
-            text = render_chat(self._tokenizer, text, row["origin"], **self._template_options)
-        return {**row, "is_chat": is_chat, "text": text}
+        """The row with the text of its prompt."""
+        text = render_chat(self._tokenizer, row["raw_prompt"], row["origin"], **self._template_options)
+        return {**row, "is_chat": not isinstance(row["raw_prompt"], str), "text": text}
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterator[list[int]]:
@@ -169,10 +169,12 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> Iterato
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Row], origin: str, answer: str | None = None, /, **options: Any
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, origin: str, answer: str | None = None, /, **options: Any
 ) -> str:
     """The text of a chat as the tokenizer's template writes it with these options: with an answer, or up to the start
-    of the answer."""
+    of the answer. A prompt that is a plain string is returned unchanged."""
+    if isinstance(prompt, str):
+        return prompt
     chat = prompt if answer is None else [*prompt, {"role": "assistant", "content": answer}]
     try:
         text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, tokenize=False, **options))
@@ -223,17 +225,13 @@ class PromptLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position that `state_dict` returned. Raises DataError if the data or its order has changed."""
-        try:
-            epoch, index = int(state["epoch"]), int(state["index"])
-            changed = {key: (state[key], now) for key, now in self._identity.items() if state[key] != now}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the saved data position cannot be read ({error!r}): {dict(state)}") from error
+        changed = {key: (state.get(key), now) for key, now in self._identity.items() if state.get(key) != now}
         if changed:
             changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
             words = "digest is a hash of all prompt tokens; seed is data.seed, or trainer.seed if that is null"
             problem = f"the saved position in {self._prompts.key} belongs to other data: {changes} ({words})"
             raise DataError(f"{problem}. Undo the change, or start a new run with trainer.resume_mode=disable")
-        self._move_to(epoch, index)
+        self._move_to(state["epoch"], state["index"])
 
     def _move_to(self, epoch: int, index: int) -> None:
         """Move to row `index` of an epoch, or to the next epoch if less than a batch is left in it."""
@@ -280,8 +278,7 @@ class RewardTexts:
     def check(self, prompts: PromptSet) -> None:
         """Raise BadRow if the reward model's template cannot write the first chat."""
         prompt, origin = (prompts.take([0])[name][0] for name in ("raw_prompt", "origin"))
-        if not isinstance(prompt, str):
-            render_chat(self._own, prompt, origin, "")
+        render_chat(self._own, prompt, origin, "")
 
     def tokenize(self, batch: DataProto) -> list[list[int]]:
         """The tokens of each row. A chat is written with the reward model's template, the response as its last message.
@@ -302,11 +299,11 @@ def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts |
     the policy's tokens. Raises ConfigError if it has too few tokens for that."""
     keys, policy_keys = config.at(section), config.actor_rollout_ref.model
     name, path = f"{section}.input_tokenizer", keys.input_tokenizer or policy_keys.path
-    policy = load_tokenizer(path, trust_remote_code=policy_keys.trust_remote_code, name=name)
+    policy = load_tokenizer(policy_keys.model_copy(update={"path": path}), name)
     folder = Path(keys.path).expanduser()
     has_tokenizer = not folder.is_dir() or any([*folder.glob("tokenizer*"), *folder.glob("vocab*")])
     if has_tokenizer and keys.input_tokenizer is not None:
-        own = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code, name=f"{section}.path")
+        own = load_tokenizer(keys, f"{section}.path")
         if own.get_vocab() != policy.get_vocab() or own.chat_template not in (None, policy.chat_template):
             return RewardTexts(policy, own)
     if vocab_size < len(policy):

@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from rolepool.config import Config, show
 from rolepool.config.model_keys import RewardKwargsConfig
@@ -135,8 +135,9 @@ class FunctionInFile(NamedTuple):
     kwargs: Mapping[str, Any] = MappingProxyType({})
     """Further arguments: `custom_reward_function.reward_kwargs`."""
 
-    def check(self) -> None:
-        """Raise ConfigError if the file cannot be compiled or does not contain the name. Does not run the file."""
+    def checked(self) -> Self:
+        """The same. Raises ConfigError if the file cannot be compiled or does not contain the name. Does not run the
+        file."""
         with explained(f"{self.setting}: cannot be imported", "give a Python file", SyntaxError, ValueError):
             text = self.file.read_text(encoding="utf-8", errors="replace")
             table = symtable.symtable(text, str(self.file), "exec")
@@ -144,6 +145,7 @@ class FunctionInFile(NamedTuple):
             defined = ", ".join(symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace())
             place = f"{self.file}, which defines {defined or 'no function'}"
             raise ConfigError(f"{self.setting}: {self.name} is not defined in {place}")
+        return self
 
     def load(self) -> RewardFunction:
         """Run the file. Raises ConfigError if the function cannot be called like a reward function."""
@@ -156,8 +158,8 @@ class FunctionInFile(NamedTuple):
         except (Exception, SystemExit) as error:
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
-        function: Any = vars(module).get(self.name)
-        return RewardFunction(self.with_kwargs(function), f"{self.setting}: {self.name}", self.file)
+        function = self.with_kwargs(vars(module).get(self.name))
+        return RewardFunction(function, f"{self.setting}: {self.name}", self.file)
 
     def with_kwargs(self, function: Any) -> Callable[..., Any]:
         """The function with its further arguments. Raises ConfigError if it cannot be called like a reward function."""
@@ -179,15 +181,15 @@ class FunctionInFile(NamedTuple):
         return partial(function, **self.kwargs)
 
 
-def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
-    """The rules and the functions of the user, by the names under which scores are logged. Raises ConfigError if a rule
-    does not exist or a file of the user has no such function. Does not run the files."""
+def functions_of(config: Config) -> dict[str, Callable[[], RewardFunction]]:
+    """What loads the rules and the functions of the user, by the names under which scores are logged. Raises
+    ConfigError if a rule does not exist or a file of the user has no such function. Does not run the files."""
     custom = config.custom_reward_function
-    functions: dict[str, FunctionInFile | RewardFunction] = {}
     if custom.path is not None:  # then there are no other functions
         file = Path(custom.path).expanduser().absolute()
         setting = f"custom_reward_function.path={file}"
-        functions[custom.name] = FunctionInFile(file, custom.name, setting, custom.reward_kwargs)
+        return {custom.name: FunctionInFile(file, custom.name, setting, custom.reward_kwargs).checked().load}
+    functions: dict[str, Callable[[], RewardFunction]] = {}
     for text in (entry.function for entry in config.reward.functions):
         setting = f"reward.functions={text}"
         path, _, name = text.rpartition(":")
@@ -196,12 +198,9 @@ def functions_of(config: Config) -> dict[str, FunctionInFile | RewardFunction]:
         if name in functions:
             raise ConfigError(f"{setting}: there are two functions with the name {name}; rename one")
         if text in RULES:
-            functions[name] = RewardFunction(partial(score_by_rule, rule=RULES[text]), f"rule {text}")
+            functions[name] = partial(RewardFunction, partial(score_by_rule, rule=RULES[text]), f"rule {text}")
         else:
-            functions[name] = FunctionInFile(Path(path).expanduser().absolute(), name, setting)
-    for function in functions.values():
-        if isinstance(function, FunctionInFile):
-            function.check()
+            functions[name] = FunctionInFile(Path(path).expanduser().absolute(), name, setting).checked().load
     return functions
 
 
@@ -214,8 +213,7 @@ def load_reward_function(config: Config, given: Callable[..., Any] | None = None
         setting = f"reward={custom.name}"
         function = FunctionInFile(file, custom.name, setting, custom.reward_kwargs).with_kwargs(given)
         return RewardFunction(function, setting, file)
-    named = functions_of(config).items()
-    functions = {name: one.load() if isinstance(one, FunctionInFile) else one for name, one in named}
+    functions = {name: load() for name, load in functions_of(config).items()}
     if entries:
         weights = [entry.weight for entry in entries]
         return WeightedRewards(list(zip(functions, weights, functions.values(), strict=True)))

@@ -95,7 +95,6 @@ def _load(config: Config, section: str, auto: Any, dtype: torch.dtype, packed: b
     with explained(f"{where}: cannot be loaded", FIX, *UNREADABLE), ExitStack() as restored:
         # Without progress bars and without transformers' report of new weights, which are checked below.
         restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
-        restored.callback(transformers_logging.enable_progress_bar)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         model_class = _token_classifier(model_config) if has_new_head else auto

@@ -66,10 +66,8 @@ class Reply(NamedTuple):
 
 def encode_result(result: Any) -> tuple[Encoded | None, BatchHeader | None, dict[str, Encoded] | None]:
     """The value and the header of the reply for a result, and the large columns, which must be stored."""
-    if result is None:
-        return None, None, None
     if not isinstance(result, DataProto):
-        return encode(result), None, None
+        return None if result is None else encode(result), None, None
     columns = {key: encode(column) for key, column in result.columns().items()}
     by_size = sorted(columns, key=lambda key: columns[key].num_bytes)
     ends = np.cumsum([columns[key].num_bytes for key in by_size])

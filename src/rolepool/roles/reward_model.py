@@ -82,8 +82,7 @@ class RuleReward(Worker):
     """Scores texts with a Python function, in CPU processes that belong to no pool."""
 
     def __init__(self, config: Config, setup: Setup) -> None:
-        model_keys = config.actor_rollout_ref.model
-        self.tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         reward = rewards.load_reward_function(config, setup.reward)
         self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
         self.keys = config.reward_model.reward_kwargs

@@ -207,10 +207,10 @@ def _prompt_with(row: Row, observation: str, generate: Generate) -> list[int]:
     """The tokens of the prompt with an observation at the end of its last message."""
     prompt, is_chat = row["prompt"], not isinstance(row["prompt"], str)
     if is_chat:
-        chat = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
-        text = render_chat(generate.tokenizer, chat, row["origin"], **generate.template_options)
+        longer = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
     else:
-        text = prompt + observation
+        longer = prompt + observation
+    text = render_chat(generate.tokenizer, longer, row["origin"], **generate.template_options)
     return next(tokenize(generate.tokenizer, [{"is_chat": is_chat, "text": text}]))
 
 
@@ -356,9 +356,8 @@ def conversations_of(config: Config) -> Conversations | None:
     environment = import_environment(config.environment.path, config.environment.name)
     if environment is None:
         return None
-    keys = config.actor_rollout_ref.model
     rollout = ToolLoop(environment, config) if isinstance(environment, type) else environment
-    tokenizer = load_tokenizer(keys.path, trust_remote_code=keys.trust_remote_code)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     processes = [tools.ToolProcess(config.environment) for _ in range(config.environment.num_processes)]
     limits, turns = (config.data.max_prompt_length, config.data.max_response_length), config.actor_rollout_ref.rollout
     return Conversations(rollout, tokenizer, processes, limits, turns.multi_turn, tools.template_options(config))

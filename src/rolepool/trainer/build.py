@@ -52,8 +52,7 @@ def build_roles(
         if Path(path).expanduser().is_dir():
             fix = "copy the model there, or to a folder that all nodes share"
             cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
-    model_keys = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model_keys.path, trust_remote_code=model_keys.trust_remote_code)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     stop_token_ids, pad_token_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
     micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
     policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)

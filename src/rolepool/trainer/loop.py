@@ -89,8 +89,8 @@ class Trainer:
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
         models = check_inputs(self.config, self.plan, reward)
-        keys, data, model = self.config.trainer, self.config.data, self.config.actor_rollout_ref.model
-        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        keys, data = self.config.trainer, self.config.data
+        self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         seed = keys.seed if data.seed is None else data.seed
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
