@@ -15,8 +15,7 @@ from rolepool.config.functions import ADV_ESTIMATORS, Needs, import_object
 from rolepool.config.schema import all_keys
 from rolepool.placement.plan import NEXT_STEP, Schedule, ScheduledCall
 from rolepool.placement.roles import Role, needed_roles
-from rolepool.trainer.remax import remax_step
-from rolepool.trainer.step import Roles, StepCalls, ppo_step
+from rolepool.trainer.step import Roles, StepCalls, ppo_step, remax_step
 
 Step = Callable[..., StepCalls]
 MAX_EPOCHS = 3

@@ -1,4 +1,4 @@
-"""One PPO step, written as a list of calls that return futures.
+"""One step of PPO or ReMax, written as a list of calls that return futures.
 
 The order of calls is the whole schedule. Calls on one pool run in the order in which they are made here, and pools run
 at the same time. A call that is given a future waits for it in the worker, not here, so calls overlap if the placement
@@ -47,6 +47,17 @@ def ppo_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataPr
     rollouts = roles.rollout.generate_sequences(prompts)
     scores = roles.reward.compute_scores(rollouts.union(prompts))
     return learn(config, roles, estimator, prompts, number, rollouts, scores)
+
+
+def remax_step(config: Config, roles: Roles, estimator: Estimator, prompts: DataProto, number: int) -> StepCalls:
+    """A ReMax step: a PPO step without a critic, whose baseline is the score of the greedy response to each prompt."""
+    rollouts = roles.rollout.generate_sequences(prompts)
+    scores = roles.reward.compute_scores(rollouts.union(prompts))
+    once = prompts[:: config.actor_rollout_ref.rollout.n]  # the samples of a prompt are next to each other
+    greedy = roles.rollout.generate_sequences(once, purpose="baseline")
+    baselines = roles.reward.compute_scores(greedy.union(once))
+    calls = {"baseline": [greedy, baselines]}
+    return learn(config, roles, estimator, prompts, number, rollouts, scores, baselines, calls)
 
 
 def learn(
