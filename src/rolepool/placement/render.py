@@ -20,11 +20,12 @@ from rolepool.placement.plan import Plan
 from rolepool.terminal import Terminal
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+NO_WRAP = ("node", "ranks", "memory", "memory per GPU")
+"""Titles of columns of text whose cells are not cut into several lines."""
 MAX_ROWS_ALIKE = 4
 """More nodes than this that look the same are shown as one row."""
 MAX_COLUMNS, TABLE_COLUMNS = 16, 8
 """Most GPUs of a node that are shown, and most that are shown side by side."""
-GRID_GAP = 3
 MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
 MAX_NAME = 24
@@ -122,7 +123,7 @@ def _letter(index: int, rank: int | str = "") -> Text:
 
 def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
-    columns = [Column(title, overflow="fold", no_wrap=title in ("node", "ranks")) for title in titles]
+    columns = [Column(title, overflow="fold", no_wrap=title in NO_WRAP) for title in titles]
     columns += [Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers]
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
@@ -154,7 +155,7 @@ def _grid(plan: Plan) -> list[RenderableType]:
             rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
     tables: list[RenderableType] = []
     for first in range(0, len(titles), TABLE_COLUMNS):
-        table = _table("node", *titles[first : first + TABLE_COLUMNS], gap=GRID_GAP)
+        table = _table("node", *titles[first : first + TABLE_COLUMNS], gap=3)
         for name, row in rows:
             table.add_row(name, *row[first : first + TABLE_COLUMNS])
         tables += [table, ""]
@@ -164,7 +165,6 @@ def _grid(plan: Plan) -> list[RenderableType]:
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     table = _table("", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
-    table.columns[-1].no_wrap = True
     for index, (name, pool) in enumerate(plan.pools.items()):
         letter, memory = _letter(index), estimate.pools.get(name)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
