@@ -114,10 +114,9 @@ class ResourcePoolManager:
             try:
                 pool = PoolConfig.model_validate(spec)
                 self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
-            except ValidationError:
-                form = "a list of processes per node such as [2, 2] (integers, at least one of them over 0)"
-                shared = "{per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
-                problems.append(f"pool {name}: {spec} must be {form}, or {shared}")
+            except ValidationError as error:
+                form = "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
+                problems.append(f"pool {name}: {spec} must be {form} ({error.errors()[0]['msg']})")
         names = [*ROLE_SPECS, *COMBINED_ROLES]
         homes: dict[Role, str] = {}
         for name, home in self.mapping.items():
