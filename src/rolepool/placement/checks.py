@@ -270,8 +270,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
         if spec.is_trained:
             yield {f"{spec.model}.enable_gradient_checkpointing": True}
             yield {f"{spec.fsdp}.optimizer_offload": True}
-            yield {f"{spec.fsdp}.param_offload": True, f"{spec.fsdp}.optimizer_offload": True}
-        elif spec.fsdp is not None:
+        if spec.fsdp is not None:
             yield {f"{spec.fsdp}.param_offload": True}
         if spec.tensor_parallel is not None:
             yield {f"{spec.section}.free_cache_engine": True}
