@@ -140,7 +140,7 @@ EXTENSIONS = {
     "trainer.extensions=twice": "ConfigError: register_role: the name critic is already used",
     "trainer.step=mine:no_step": "cannot be imported (AttributeError: module 'mine' has no attribute 'no_step')",
     "placement.strategy=no_module:f": "cannot be imported (ModuleNotFoundError: ",
-    "placement.strategy=mine:no_actor": "but the run needs actor, rollout, critic",
+    "placement.strategy=mine:no_actor": "no pool for actor, rollout; give each role one of all",
     "actor_rollout_ref.rollout.name=no_module:Engine": "cannot be imported (ModuleNotFoundError: ",
 }
 FILES = {

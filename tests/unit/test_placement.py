@@ -127,11 +127,11 @@ def test_one_gpu_cannot_be_split_and_the_error_offers_what_can_be_done() -> None
     ("wish", "expected"),
     [
         ("trainer.n_gpus_per_node=4 placement.split.actor_gpus_per_node=4",
-         "the actor takes all 4 GPUs of a node, so none is left for the critic; use 1 to 3"),
+         "placement.split.actor_gpus_per_node=4: the critic would have no GPU (of 4); use at most 3"),
         ("trainer.nnodes=2 placement.split.actor_nodes=2",
-         "the actor takes all 2 nodes, so none is left for the critic; use 1"),
+         "placement.split.actor_nodes=2: the critic would have no node (of 2); use at most 1"),
         ("trainer.nnodes=1 placement.split.axis=node",
-         "the actor takes the only node, so none is left for the critic; use placement.split.axis=gpu"),
+         "placement.split.axis=node: the critic would have no node (of 1); use placement.split.axis=gpu"),
         ("trainer.nnodes=2 trainer.n_gpus_per_node=1 placement.split.axis=gpu", "use placement.split.axis=node"),
         ("trainer.nnodes=2 trainer.n_gpus_per_node=1 placement.split.actor_gpus_per_node=1",
          "use placement.split.axis=node"),
@@ -144,7 +144,7 @@ def test_a_division_that_leaves_a_pool_empty_is_refused_with_one_that_does_not(w
 def test_split_without_critic_and_reward_model_is_refused() -> None:
     message = refusal("placement.strategy=split algorithm.adv_estimator=grpo")
     assert message.startswith(
-        "placement.strategy=split: no role would be in critic_pool because algorithm.adv_estimator=grpo"
+        "placement.pools.critic_pool=[4]: its roles are not used: critic (algorithm.adv_estimator=grpo has no critic), "
     )
     assert message.endswith("use placement.strategy=standard")
 
@@ -355,10 +355,10 @@ def test_a_role_in_an_unknown_pool_is_answered_with_the_pools_there_are() -> Non
 
 def test_roles_without_a_pool_and_pools_without_a_role_are_reported_together() -> None:
     assert custom_refusal("a=[2] b=[2] c=[2]", "actor=a").splitlines() == [
-        "placement.roles.rollout=null: the role has no pool; set it to one of a, b, c",
-        "placement.roles.critic=null: the role has no pool; set it to one of a, b, c",
-        "placement.pools.b=[2]: it has no role; give it a role or remove it",
-        "placement.pools.c=[2]: it has no role; give it a role or remove it",
+        "placement.strategy=custom: no pool for rollout, critic; give each role one of a, b, c "
+        "(placement.roles.rollout=POOL)",
+        "placement.pools.b=[2]: it has no role; give it a role, remove it, or use placement.strategy=standard",
+        "placement.pools.c=[2]: it has no role; give it a role, remove it, or use placement.strategy=standard",
     ]
 
 

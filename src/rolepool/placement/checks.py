@@ -197,18 +197,14 @@ def advise(
     if not estimate.excess:
         return []
     try_changes = _trials(config, gpu_memory_bytes, replan, find_problems(config, plan))
-    known_roles = _known_roles(estimate)
+    # A pool with a role of unknown memory has no estimate, so another division could hide that it does not fit.
+    candidates = [*_candidates(config, plan), *([] if estimate.unknown else _divisions(config))]
 
     def helpful(base: Advice) -> list[Advice]:
-        candidates = ({**base.changes, **changes} for changes in _candidates(config, plan))
+        trials = try_changes({**base.changes, **changes} for changes in candidates)
+        found = [Advice(changes, trial.excess) for changes, trial in trials]
         most = max(0, base.excess - MIN_SAVED_BYTES)
-        found = [
-            Advice(changes, trial.excess)
-            for changes, trial in try_changes(candidates)
-            # A role whose memory becomes unknown would hide that its pool does not fit.
-            if trial.excess <= most and known_roles <= _known_roles(trial)
-        ]
-        return sorted(found, key=lambda advice: advice.excess)
+        return sorted((advice for advice in found if advice.excess <= most), key=lambda advice: advice.excess)
 
     best = helpful(Advice({}, estimate.excess))
     singles: dict[tuple[str, ...], Advice] = {}
@@ -261,13 +257,8 @@ def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accept
     return try_changes
 
 
-def _known_roles(estimate: MemoryEstimate) -> set[Role]:
-    """The roles of all pools whose memory is known."""
-    return {role for pool in estimate.pools.values() for role in pool.roles}
-
-
 def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
-    """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller cache, other divisions."""
+    """Smaller micro-batches, recomputed activations, offload, tensor parallelism, a smaller cache."""
     specs = [ROLE_SPECS[role] for role in plan.roles]
     for _, keys in (batched for spec in specs for batched in spec.batched):
         key = keys.tokens if config.at(keys.by_tokens) else keys.rows
@@ -279,15 +270,12 @@ def _candidates(config: Config, plan: Plan) -> Iterator[Changes]:
         if spec.is_trained:
             yield {f"{spec.model}.enable_gradient_checkpointing": True}
             yield {f"{spec.fsdp}.optimizer_offload": True}
-            yield {f"{spec.fsdp}.param_offload": True, f"{spec.fsdp}.optimizer_offload": True}
-        elif spec.fsdp is not None:
+        if spec.fsdp is not None:
             yield {f"{spec.fsdp}.param_offload": True}
-    yield {"actor_rollout_ref.rollout.free_cache_engine": True}
-    for spec in specs:
         if spec.tensor_parallel is not None:
+            yield {f"{spec.section}.free_cache_engine": True}
             yield from ({spec.tensor_parallel: num_ranks} for num_ranks in (2, 4, 8))
-    yield from ({"actor_rollout_ref.rollout.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2))
-    yield from _divisions(config)
+            yield from ({f"{spec.section}.gpu_memory_utilization": part} for part in (0.4, 0.3, 0.2))
 
 
 def _divisions(config: Config) -> Iterator[Changes]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from rolepool.config import Config
+from rolepool.config import Config, show
 from rolepool.config.fitting import gpu_memories
 from rolepool.config.functions import import_object
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
@@ -114,10 +114,9 @@ class ResourcePoolManager:
             try:
                 pool = PoolConfig.model_validate(spec)
                 self.resource_pool_dict[name] = ResourcePool(pool.per_node, pool.share)
-            except ValidationError:
-                form = "a list of processes per node such as [2, 2] (integers, at least one of them over 0)"
-                shared = "{per_node: [2, 2], share: 0.5} with a share over 0 and at most 1"
-                problems.append(f"pool {name}: {spec} must be {form}, or {shared}")
+            except ValidationError as error:
+                form = "a list of processes per node such as [2, 2], or {per_node: [2, 2], share: 0.5}"
+                problems.append(f"pool {name}: {spec} must be {form} ({error.errors()[0]['msg']})")
         names = [*ROLE_SPECS, *COMBINED_ROLES]
         homes: dict[Role, str] = {}
         for name, home in self.mapping.items():
@@ -299,61 +298,55 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     """The plan of a config. Raises PlacementError if its pools and roles cannot be placed.
 
     `gpus_per_node` is the inventory; None means exactly what trainer.nnodes and trainer.n_gpus_per_node ask for.
-    `take_all` divides the whole inventory, not only what those two keys ask for.
+    `take_all` divides the whole inventory, not only what those two keys ask for. A strategy may place roles that the
+    run does not need; they are skipped.
     """
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     name, (needed, unused) = config.placement.strategy, needed_roles(config)
     strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
     manager: ResourcePoolManager = strategy(config, inventory if take_all else wanted)
-    if set(manager.roles) != set(needed):
-        reason = f"gives a pool to {', '.join(manager.roles)}, but the run needs {', '.join(needed)}"
-        fix = "return a pool for these roles, and for no others"
-        raise PlacementError(f"placement.strategy={name}: {reason}; {fix}")
+    problems: list[str] = []
+    if missing := [role for role in needed if role not in manager.roles]:
+        fix = f"give each role one of {', '.join(manager.resource_pool_dict)} (placement.roles.{missing[0]}=POOL)"
+        problems.append(f"placement.strategy={name}: no pool for {', '.join(missing)}; {fix}")
+    for pool, size in manager.resource_pool_dict.items():
+        roles = [role for role, home in manager.roles.items() if home == pool]
+        if all(role in unused for role in roles):
+            skipped = ", ".join(f"{role} ({unused[role]})" for role in roles)
+            why = f"its roles are not used: {skipped}" if roles else "it has no role"
+            fix = "give it a role, remove it, or use placement.strategy=standard"
+            problems.append(f"placement.pools.{pool}={show(size.per_node)}: {why}; {fix}")
+    PlacementError.raise_if_any(problems)
+    manager = replace(manager, mapping={role: manager.roles[role] for role in needed})
     plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
     return plan.model_copy(update={"unused_roles": unused})
 
 
 def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """One pool on all GPUs, all roles in it."""
-    needed, _ = needed_roles(config)
-    return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(needed, GLOBAL_POOL))
+    return ResourcePoolManager({GLOBAL_POOL: gpus_per_node}, dict.fromkeys(ROLE_SPECS, GLOBAL_POOL))
 
 
 def split(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
     """Critic, reward model and added roles like them in one pool, all other roles in another."""
-    needed, unused = needed_roles(config)
-    if not any(ROLE_SPECS[role].has_scalar_head for role in needed):
-        reasons = " and ".join(reason for role, reason in unused.items() if ROLE_SPECS[role].has_scalar_head)
-        problem = f"no role would be in {CRITIC_POOL} because {reasons}"
-        raise PlacementError(f"placement.strategy=split: {problem}; use placement.strategy=standard")
     share = config.placement.split.share
     actor, critic = (gpus_per_node, gpus_per_node) if share is not None else _divide(config, gpus_per_node)
     per_node = {ACTOR_POOL: actor, CRITIC_POOL: critic}
     pools = {name: {"per_node": counts, "share": share or 1.0} for name, counts in per_node.items()}
-    roles = {role: CRITIC_POOL if ROLE_SPECS[role].has_scalar_head else ACTOR_POOL for role in needed}
+    roles = {role: CRITIC_POOL if spec.has_scalar_head else ACTOR_POOL for role, spec in ROLE_SPECS.items()}
     return ResourcePoolManager(pools, roles)
 
 
 def custom(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
-    """Pools and roles as the user wrote them. Roles that the run does not need are skipped."""
-    placement, (needed, unused) = config.placement, needed_roles(config)
-    written = {Role(name): pool for name, pool in placement.roles.model_dump().items() if pool is not None}
+    """Pools and roles as the user wrote them."""
+    placement = config.placement
     if not placement.pools:
         reason = "placement.strategy=custom needs pools, such as placement.pools.big=[4]"
         raise PlacementError(f"placement.pools={{}}: {reason}")
-    specs = {name: pool.model_dump() for name, pool in placement.pools.items()}
-    everything = ResourcePoolManager(specs, written)
-    fix, missing = f"set it to one of {', '.join(specs)}", [role for role in needed if role not in everything.roles]
-    problems = [f"placement.roles.{role}=null: the role has no pool; {fix}" for role in missing]
-    roles = {role: pool for role, pool in everything.roles.items() if role in needed}
-    for name in [name for name in specs if name not in roles.values()]:
-        skipped = [f"{role} ({unused[role]})" for role, pool in everything.roles.items() if pool == name]
-        why = f"its roles are not used: {', '.join(skipped)}" if skipped else "it has no role"
-        per_node = list(placement.pools[name].per_node)
-        problems.append(f"placement.pools.{name}={per_node}: {why}; give it a role or remove it")
-    PlacementError.raise_if_any(problems)
-    return ResourcePoolManager(specs, roles)
+    pools = {name: pool.model_dump() for name, pool in placement.pools.items()}
+    roles = placement.roles.model_dump(exclude_none=True)
+    return ResourcePoolManager(pools, {Role(name): pool for name, pool in roles.items()})
 
 
 STRATEGIES = {"standard": standard, "split": split, "custom": custom, "auto": standard}
@@ -367,18 +360,15 @@ def _divide(config: Config, gpus_per_node: Sequence[int]) -> tuple[list[int], li
         reason = f"two pools need at least 2 GPUs, and there is {sum(counts)}"
         fix = "use placement.strategy=standard, or let both pools share the GPU with placement.split.share=0.5"
         raise PlacementError(f"placement.strategy=split: {reason}; {fix}")
-    whole_nodes = wish.axis == "node"
-    if wish.axis == "auto":
-        whole_nodes = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
+    nodes_by_default = wish.actor_gpus_per_node is None and (wish.actor_nodes is not None or min(counts) < 2)
+    whole_nodes = nodes_by_default if wish.axis == "auto" else wish.axis == "node"
     name, unit, other = ("actor_nodes", "node", "gpu") if whole_nodes else ("actor_gpus_per_node", "GPU", "node")
     wanted = wish.at(name)
     most = len(counts) if whole_nodes else max(counts) if wanted is None else min(counts)
     if (wanted or 1) >= most:
-        key = f"axis={unit.lower()}" if wanted is None else f"{name}={wanted}"
-        taken = (f"all {most} {unit}s" if most > 1 else f"the only {unit}") + ("" if whole_nodes else " of a node")
-        fix = f"1 to {most - 1}" if most > 2 else "1" if most == 2 else f"placement.split.axis={other}"
-        reason = f"the actor takes {taken}, so none is left for the critic"
-        raise PlacementError(f"placement.split.{key}: {reason}; use {fix}")
+        key = f"axis={wish.axis}" if wanted is None else f"{name}={wanted}"
+        fix = f"at most {most - 1}" if most > 1 else f"placement.split.axis={other}"
+        raise PlacementError(f"placement.split.{key}: the critic would have no {unit} (of {most}); use {fix}")
     if whole_nodes:
         nodes = [node for node, num_gpus in enumerate(gpus_per_node) if num_gpus]
         actor_nodes = set(nodes[: wanted or (most + 1) // 2])

@@ -20,11 +20,12 @@ from rolepool.placement.plan import Plan
 from rolepool.terminal import Terminal
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+NO_WRAP = ("node", "ranks", "memory", "memory per GPU")
+"""Titles of columns of text whose cells are not cut into several lines."""
 MAX_ROWS_ALIKE = 4
 """More nodes than this that look the same are shown as one row."""
-MAX_COLUMNS, TABLE_COLUMNS = 16, 8
-"""Most GPUs of a node that are shown, and most that are shown side by side."""
-GRID_GAP = 3
+MAX_COLUMNS, FEW_COLUMNS = 16, 8
+"""Most GPUs of a node that are shown, and most that have wide columns."""
 MIN_WIDTH = 80
 """No line is longer in a terminal of this width, or if the output is not a terminal."""
 MAX_NAME = 24
@@ -122,14 +123,13 @@ def _letter(index: int, rank: int | str = "") -> Text:
 
 def _table(*titles: str, numbers: Sequence[str] = (), gap: int = 2) -> Table:
     """A table without lines: columns of text, and then columns of numbers."""
-    columns = [Column(title, overflow="fold", no_wrap=title in ("node", "ranks")) for title in titles]
+    columns = [Column(title, overflow="fold", no_wrap=title in NO_WRAP) for title in titles]
     columns += [Column(title, justify="right", vertical="bottom", no_wrap=True) for title in numbers]
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
 def _grid(plan: Plan) -> list[RenderableType]:
-    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank. If a node has many
-    GPUs, several tables follow each other."""
+    """One row per node and one column per GPU; a cell holds the letter of the pool and the rank."""
     grid: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_gpus)] for num_gpus in plan.gpus_per_node]
     for index, pool in enumerate(plan.pools.values()):
         for rank, slot in enumerate(pool.slots):
@@ -140,9 +140,9 @@ def _grid(plan: Plan) -> list[RenderableType]:
         return [[index for index, _ in processes] for processes in grid[node]]
 
     width = max(plan.gpus_per_node)
-    word = "" if width > 8 else "slot " if plan.device == "cpu" else "GPU "
+    word = "" if width > FEW_COLUMNS else "slot " if plan.device == "cpu" else "GPU "
     titles = [f"{word}{gpu}" for gpu in range(min(width, MAX_COLUMNS))]
-    rows: list[tuple[str, list[Text]]] = []
+    table = _table("node", *titles, gap=3 if width <= FEW_COLUMNS else 1)
     for _, group in groupby(range(len(grid)), key=pools_on):
         nodes = list(group)
         alike = len(nodes) > MAX_ROWS_ALIKE
@@ -151,20 +151,13 @@ def _grid(plan: Plan) -> list[RenderableType]:
             for processes in grid[node][:MAX_COLUMNS]:
                 letters = [_letter(index, "" if alike else rank) for index, rank in processes]
                 row.append(Text(" ").join(letters) or Text(".", style="dim"))
-            rows.append((f"{nodes[0]}-{nodes[-1]}" if alike else str(node), row))
-    tables: list[RenderableType] = []
-    for first in range(0, len(titles), TABLE_COLUMNS):
-        table = _table("node", *titles[first : first + TABLE_COLUMNS], gap=GRID_GAP)
-        for name, row in rows:
-            table.add_row(name, *row[first : first + TABLE_COLUMNS])
-        tables += [table, ""]
-    return [*tables, f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else tables
+            table.add_row(f"{nodes[0]}-{nodes[-1]}" if alike else str(node), *row)
+    return [table, "", f"... {width - MAX_COLUMNS} more", ""] if width > MAX_COLUMNS else [table, ""]
 
 
 def _pool_table(plan: Plan, estimate: MemoryEstimate) -> Table:
     table = _table("", "pool", "ranks", "roles", "memory" if plan.device == "cpu" else "memory per GPU")
     table.columns[1].no_wrap = max(map(len, plan.pools)) <= MAX_NAME
-    table.columns[-1].no_wrap = True
     for index, (name, pool) in enumerate(plan.pools.items()):
         letter, memory = _letter(index), estimate.pools.get(name)
         share = "" if pool.share == 1 else f" x {pool.share:g} GPU"
