@@ -207,7 +207,7 @@ class Trainer:
         if source is not None:
             self.checkpoints.load(trained, source)
         self.loader.load_state_dict(position.data)
-        self.estimator.kl_controller.load_state_dict(position.kl_controller)
+        self.estimator.kl_controller.restore(position.kl_controller["value"])
         for call in self.roles.sync_weights(position.step):
             call.get()
 
@@ -281,7 +281,7 @@ class Trainer:
             self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
 
     def _position(self, number: int) -> Position:
-        kl_controller = self.estimator.kl_controller.state_dict()
+        kl_controller = {"value": self.estimator.kl_controller.value}
         return Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
 
     def _recover(self, error: WorkerError) -> int:
@@ -469,8 +469,7 @@ class Trainer:
         recorded = record(step)
         generation = following.calls["gen"][0].spans() if following else []
         after = [Recorded(step.number + 1, "gen", span) for span in generation]
-        next_start_s = min((span.start_s for span in generation), default=None)
-        metrics = step_row(step, recorded, [*self._before, *after], next_start_s, self.plan)
+        metrics = step_row(step, recorded, self._before, after, self.plan)
         self._before, self._unfinished = recorded, None
         if step.number <= self._last_row:
             return
