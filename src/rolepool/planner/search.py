@@ -73,7 +73,7 @@ def search(
 
 
 def score_of(one: Prediction, objective: Objective) -> float:
-    return one.step_s if objective == "time" else one.step_s * one.num_gpus
+    return one.step_s if objective == "time" else one.step_s * len(one.plan.slots)
 
 
 def _best_sizes(

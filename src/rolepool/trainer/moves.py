@@ -25,7 +25,7 @@ from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.plan import detect_gpu_memory
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rolepool.cluster import Prepared
     from rolepool.trainer.loop import Trainer
 
-TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
 """How the settings begin that a move can change."""
 POLL_S = 0.5
@@ -184,8 +183,7 @@ def in_words(best: Prediction) -> str:
 
 
 def _search(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> list[Prediction]:
-    memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
-    predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
+    predictor = Predictor(Profile(recordings), schedule_of, detect_gpu_memory(), num_cores())
     return search(predictor, config, inventory)
 
 

@@ -48,13 +48,12 @@ def step_row(
     times = operation_times(recorded)
     start_s, end_s = step_bounds([*recorded, *after])[step.number]
     times["timing_s/step"] = end_s - start_s
-    num_gpus = len({slot for pool in plan.pools.values() for slot in pool.slots})  # pools may share GPUs
     return {
         **metrics,
         **times,
         **_times_per_token(times, step.estimated),
         "perf/time_per_step": times["timing_s/step"],
-        "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / num_gpus,
+        "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / len(plan.slots),
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
         "perf/max_memory_reserved_gb": max(span.reserved_memory_bytes for _, _, span in recorded) / 2**30,
         **step_metrics(Timeline([*recorded, *before, *after]), start_s, end_s),
