@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, explained, one_line
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
@@ -29,7 +29,7 @@ from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
-from rolepool.report.run import open_run, read_run
+from rolepool.report.run import open_run, read_run, state_of
 from rolepool.trainer.paper import schedule_of
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
 """How the settings begin that a move can change."""
 POLL_S = 0.5
-SILENT_S = 30.0
-"""A run that trains writes its state every second."""
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
 """Steps between two checks of `placement.rebalance`."""
@@ -128,11 +126,9 @@ def answer_request(run_folder: Path, answer: str, *, is_refused: bool = False) -
 def ask_run(run_folder: Path, words: Sequence[str], timeout_s: float) -> str:
     """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or does not answer."""
     file = request_file(run_folder)
-    with explained(f"run {run_folder}: does not train now", "set the keys when you resume it"):
-        (run_folder / ".lock").read_bytes()
-        silent_s = time.time() - (run_folder / "state.json").stat().st_mtime
-        if silent_s > SILENT_S:
-            raise OSError(f"nothing was written for {silent_s:.0f} s")
+    state = state_of(open_run(run_folder), is_silent=False)
+    if state != "running":
+        raise ConfigError(f"run {run_folder}: does not train now (it has {state}); set the keys when you resume it")
     if take_request(run_folder) is not None:
         raise ConfigError(f"{file}: the run was asked already and has not answered; wait, or remove this file")
     write_atomically(file, [Request(words=list(words)).model_dump_json()])
@@ -203,12 +199,12 @@ class Rebalancer:
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
+        num_steps = NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN
         if self._search is None:
-            if number >= self._due and (self._may_move or self._expected is not None):
+            if number >= self._last + num_steps and (self._may_move or self._expected is not None):
                 self._search = self._thread.submit(self._look, number)
         elif self._search.done():
-            ended, self._search = self._search, None
-            self._wait(number)
+            ended, self._search, self._last = self._search, None, number
             try:
                 if (found := ended.result()) is not None:
                     self._ask(*found)
@@ -217,12 +213,7 @@ class Rebalancer:
 
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
-        self._move_s = seconds
-        self._wait(number)
-
-    def _wait(self, number: int) -> None:
-        """Begin the next search so many steps later."""
-        self._due = number + (NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN)
+        self._last, self._move_s = number, seconds
 
     @property
     def _may_move(self) -> bool:

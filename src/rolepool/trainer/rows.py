@@ -101,9 +101,7 @@ def validate(
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
         all_graded.extend(_scored_responses(rows.non_tensor_batch["data_source"], scored.get()))
-        if len(samples) < most_samples:
-            generated = samples_of(rows, rollouts, scored.get(), tokenizer)
-            samples.extend(islice(generated, most_samples - len(samples)))
+        samples.extend(islice(samples_of(rows, rollouts, scored.get(), tokenizer), most_samples - len(samples)))
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics = validation_metrics(all_graded, num_samples)
     return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
