@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from math import sqrt
 from statistics import fmean
@@ -134,9 +134,7 @@ def _at_full_speed(calls: Sequence[Call]) -> Simulated:
     starts: dict[int, Any] = {}
     ends: dict[int, Any] = {}
     for position, call in enumerate(calls):
-        ready_s: Any = 0.0
-        for earlier in call.after:
-            ready_s = np.maximum(ready_s, ends[earlier])
+        ready_s = reduce(np.maximum, [ends[earlier] for earlier in call.after], 0.0)
         starts[position] = ready_s + call.hand_over_s
         ends[position] = starts[position] + call.seconds
     return Simulated(calls, starts, ends)
