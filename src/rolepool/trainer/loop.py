@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -172,23 +171,22 @@ class Trainer:
 
     def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
-        for attempt in count(1):
-            try:
-                self._start_once(saved, position, cleanup)
-                return
-            except WorkerError as error:
-                if not error.is_death or attempt > self.config.trainer.max_restarts:
-                    raise
-                cleanup.close()
-                self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
+        try:
+            self._start_once(saved, position, cleanup)
+        except WorkerError as error:
+            self.num_restarts += 1
+            if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+                raise
+            cleanup.close()
+            self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
+            self._start(saved, position, cleanup)
 
     def _start_once(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
-        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
-        address, num_cpus, timeout_s = ray_init.address, ray_init.num_cpus, self.config.placement.timeout_s
-        self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
+        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init.model_dump()
+        self.cluster = Cluster(self.plan, **ray_init, timeout_s=self.config.placement.timeout_s, run_seed=keys.seed)
         cleanup.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)

@@ -195,7 +195,8 @@ class Rebalancer:
         """Finds the placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
-        self.has_moved(trainer.start_step, FIRST_MOVE_S)
+        self._last, self._move_s = trainer.start_step, FIRST_MOVE_S
+        """The step of the last search or move, and how long a move takes."""
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
@@ -204,7 +205,8 @@ class Rebalancer:
             if number >= self._last + num_steps and (self._may_move or self._expected is not None):
                 self._search = self._thread.submit(self._look, number)
         elif self._search.done():
-            ended, self._search, self._last = self._search, None, number
+            ended, self._search = self._search, None
+            self._last = number
             try:
                 if (found := ended.result()) is not None:
                     self._ask(*found)
