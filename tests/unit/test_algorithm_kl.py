@@ -120,7 +120,7 @@ def test_apply_kl_penalty_agrees_with_a_loop(name: str, seed: int) -> None:
 def test_a_fixed_coefficient_stays_what_the_configuration_says() -> None:
     controller = KLController(KlCtrlConfig(kl_coef=0.02, horizon=100))
     controller.update(5.0, 1_000_000)
-    controller.load_state_dict({"value": 7.0})
+    controller.restore(7.0)
     assert controller.value == 0.02
 
 
@@ -143,7 +143,7 @@ def test_an_adaptive_coefficient_follows_the_target() -> None:
 def test_an_adaptive_coefficient_resumes_where_it_was() -> None:
     first, second = adaptive(), adaptive(kl_coef=0.5)
     first.update(0.2, 50)
-    second.load_state_dict(first.state_dict())
+    second.restore(first.value)
     for controller in (first, second):
         controller.update(0.05, 30)
     assert first.value == second.value

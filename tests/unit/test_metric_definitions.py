@@ -96,7 +96,8 @@ def row_of(folder: Path, *words: str) -> tuple[dict[str, float], dict[str, torch
             recorded.append(Recorded(1, name, span._replace(peak_memory_bytes=2**31, reserved_memory_bytes=3 * 2**30)))
     pools = {name: {"per_node": [2], "share": 0.5} for name in ("one", "two")}  # both on the same two GPUs
     plan = place(ResourcePoolManager(pools, {Role.Actor: "one", Role.Critic: "two"}), [2])
-    row = step_row(StepCalls(1, {}, estimated, old), recorded, [], STEP_S, plan)
+    after = [Recorded(2, "gen", Span("all", "actor", 0, "gen", STEP_S, STEP_S, STEP_S, call=len(SECONDS)))]
+    row = step_row(StepCalls(1, {}, estimated, old), recorded, [], after, plan)
     return row, estimated.tensors
 
 

@@ -266,12 +266,9 @@ class KLController:
         error = min(max(current_kl / target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * num_sequences / horizon
 
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def restore(self, value: float) -> None:
         """Restore an adaptive coefficient."""
-        self.value = self.keys.kl_coef if self.keys.type == "fixed" else state["value"]
+        self.value = self.keys.kl_coef if self.keys.type == "fixed" else value
 
 
 def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:

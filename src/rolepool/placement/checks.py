@@ -7,7 +7,7 @@ sequences must not be longer than the models allow. A failed check is certain an
 
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -68,11 +68,6 @@ def find_snapshot_warnings(needed: int) -> Iterator[str]:
     if needed > free:
         what = f"snapshots need {needed / GIB:.1f} GiB of {SHARED_MEMORY}, and {free / GIB:.1f} GiB are free"
         yield f"{what}; none will be taken, and if a process dies, training goes on from the last checkpoint"
-
-
-def models_of(config: Config, plan: Plan) -> dict[str, tuple[str | None, Mapping[str, Any]]]:
-    """The models that a run loads, as `model_of` returns them, by the key that names each."""
-    return {f"{ROLE_SPECS[role].model}.path": model_of(config, role) for role in plan.roles}
 
 
 def _groups(config: Config, plan: Plan) -> Iterator[str]:

@@ -219,6 +219,11 @@ class Plan(BaseModel, frozen=True):
         return ", ".join(f"{name} [{pool.world_size}]" for name, pool in self.pools.items())
 
     @property
+    def slots(self) -> set[Slot]:
+        """The GPUs of all pools. Pools may share some of them."""
+        return {slot for pool in self.pools.values() for slot in pool.slots}
+
+    @property
     def sharing_pools(self) -> list[str]:
         """Names of the pools whose processes have only a share of a GPU."""
         return [name for name, pool in self.pools.items() if pool.share < 1]

@@ -66,8 +66,7 @@ class PlanSummary:
         console.width = max(console.width, MIN_WIDTH) if console.is_terminal else MIN_WIDTH
         nodes = ", ".join(f"{len(list(same))} x {num_gpus}" for num_gpus, same in groupby(plan.gpus_per_node))
         kind = "CPU slots" if plan.device == "cpu" else "GPUs"
-        used = {slot for pool in plan.pools.values() for slot in pool.slots}
-        gpus = f"{len(used)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
+        gpus = f"{len(plan.slots)} of {sum(plan.gpus_per_node)} {kind} (nodes x {kind}: {nodes})"
         title = f"{len(plan.pools)} pool{'s' if len(plan.pools) > 1 else ''} on {gpus}"
         parts: list[RenderableType] = [Text(title, style="bold"), ""]
         parts += [*_grid(plan), _pool_table(plan, memory), ""]

@@ -6,10 +6,11 @@ placement. A pool runs its calls in the order in which they are made; a call sta
 pools that share a GPU, or more processes than CPU cores, slow each other down.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from math import sqrt
 from statistics import fmean
@@ -133,9 +134,7 @@ def _at_full_speed(calls: Sequence[Call]) -> Simulated:
     starts: dict[int, Any] = {}
     ends: dict[int, Any] = {}
     for position, call in enumerate(calls):
-        ready_s: Any = 0.0
-        for earlier in call.after:
-            ready_s = np.maximum(ready_s, ends[earlier])
+        ready_s = reduce(np.maximum, [ends[earlier] for earlier in call.after], 0.0)
         starts[position] = ready_s + call.hand_over_s
         ends[position] = starts[position] + call.seconds
     return Simulated(calls, starts, ends)
@@ -183,10 +182,6 @@ class Prediction:
     """The estimated peak of each pool; empty on CPU slots."""
     notes: list[str] = field(default_factory=list)
     """What the profile does not cover."""
-
-    @property
-    def num_gpus(self) -> int:
-        return len({slot for pool in self.plan.pools.values() for slot in pool.slots})
 
 
 @dataclass
@@ -305,7 +300,7 @@ class Predictor:
         if plan.sharing_pools:
             assumed = self._efficiency.get(not plan.mps, 1.0) + change
             return partial(_shared_rate, plan, self._efficiency.get(plan.mps, assumed))
-        if plan.device == "cpu" and self.num_cores is not None and _most_processes(plan, plan.pools) > self.num_cores:
+        if plan.device == "cpu" and self.num_cores is not None:
             return partial(_core_rate, plan, self.num_cores)
         return None
 
@@ -316,12 +311,9 @@ class Predictor:
         memory, schedule = self.memory(config, plan), self.schedule_of(config)
         times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
         simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)
-        low, high = 0.3, 2.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            is_fast = simulated(partial(_shared_rate, plan, middle)).step_s < measured_s
-            low, high = (low, middle) if is_fast else (middle, high)
-        return (low + high) / 2
+        values = np.linspace(0.3, 2.0, 2_000).tolist()  # a larger value makes the step shorter
+        at = bisect_left(values, -measured_s, key=lambda one: -simulated(partial(_shared_rate, plan, one)).step_s)
+        return float(values[min(at, len(values) - 1)])
 
 
 def _shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[str]) -> float:
@@ -335,10 +327,5 @@ def _shared_rate(plan: Plan, efficiency: float, pool: str, active: Collection[st
 
 def _core_rate(plan: Plan, num_cores: int, pool: str, active: Collection[str]) -> float:
     """Processes on the same node divide its CPU cores."""
-    return min(1.0, num_cores / max(1, _most_processes(plan, active)))
-
-
-def _most_processes(plan: Plan, pools: Collection[str]) -> int:
-    """The most processes of these pools on one node."""
-    by_node = Counter(slot.node for pool in pools if pool in plan.pools for slot in plan.pools[pool].slots)
-    return max(by_node.values(), default=0)
+    by_node = Counter(slot.node for other in active if other in plan.pools for slot in plan.pools[other].slots)
+    return min(1.0, num_cores / max(by_node.values(), default=1))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import islice, product
-from typing import Any, Literal, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,6 @@ NUM_BEST, NUM_TRIED = 5, 12
 """How many placements are returned, and how many of the best are looked at in full."""
 
 
-class Candidate(NamedTuple):
-    """Pools and their sizes, and the config with its value of the tensor-parallel key."""
-
-    score: float
-    groups: tuple[Group, ...]
-    sizes: tuple[int, ...]
-    config: Config
-
-
 def search(
     predictor: Predictor, config: Config, inventory: Sequence[int], objective: Objective = "time"
 ) -> list[Prediction]:
@@ -47,7 +39,7 @@ def search(
 
     Raises ConfigError if no placement can run.
     """
-    found: list[Candidate] = []
+    found = []  # what candidates are sorted by, their pools and sizes, and the config with their tensor-parallel size
     for parallel in sorted({one.config.at(TENSOR_PARALLEL) for one in predictor.profile.recordings}):
         changed = config.with_value(TENSOR_PARALLEL, parallel)
         roles, step_times = needed_roles(changed)[0], _step_times(predictor, changed)
@@ -55,11 +47,10 @@ def search(
         for groups in partitions(roles):
             choices = [np.array(sorted(set.intersection(*(sizes[role] for role in group)))) for group in groups]
             scored = _best_sizes(partial(step_times, groups), choices, sum(inventory), objective)
-            found += [Candidate(score, groups, chosen, changed) for score, chosen in scored]
+            found.extend([((score, len(groups), sum(chosen)), groups, chosen, changed) for score, chosen in scored])
     best: list[Prediction] = []
-    for one in sorted(found, key=lambda one: (one.score, len(one.groups), sum(one.sizes)))[:NUM_TRIED]:
-        changed = one.config
-        for plan in layouts(changed, one.groups, one.sizes, inventory):
+    for _, groups, chosen, changed in sorted(found, key=itemgetter(0))[:NUM_TRIED]:
+        for plan in layouts(changed, groups, chosen, inventory):
             if not find_problems(changed, plan):
                 changes = changes_for(config, plan, changed.at(TENSOR_PARALLEL))
                 name = " ".join(f"{key}={value}".replace(" ", "") for key, value in changes.items())
@@ -73,7 +64,7 @@ def search(
 
 
 def score_of(one: Prediction, objective: Objective) -> float:
-    return one.step_s if objective == "time" else one.step_s * one.num_gpus
+    return one.step_s if objective == "time" else one.step_s * len(one.plan.slots)
 
 
 def _best_sizes(

@@ -170,7 +170,7 @@ class Request:
         for label, one in predictions.items():
             pools = [f"{name} [{pool.world_size}] {one.busy.get(name, 0):.0%}" for name, pool in one.plan.pools.items()]
             cells = [label, *(f"{seconds:.3g} s" for seconds in (one.step_s, one.low_s, one.high_s))]
-            cells += [f"{one.num_tokens / one.step_s / one.num_gpus:,.0f}", ", ".join(pools), path_in_words(one)]
+            cells += [f"{one.num_tokens / one.step_s / len(one.plan.slots):,.0f}", ", ".join(pools), path_in_words(one)]
             cells += [f"{max(one.memory_gib.values(), default=0):.0f}"] * has_memory
             for measured_s in [seconds for slots, seconds in by_place if slots == places(one.plan)][:1]:
                 cells += [f"{measured_s:.3g} s", f"{one.step_s / measured_s - 1:+.0%}"]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -171,23 +170,22 @@ class Trainer:
 
     def _start(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles. If a process dies meanwhile, all are started again."""
-        for attempt in count(1):
-            try:
-                self._start_once(saved, position, cleanup)
-                return
-            except WorkerError as error:
-                if not error.is_death or attempt > self.config.trainer.max_restarts:
-                    raise
-                cleanup.close()
-                self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
+        try:
+            self._start_once(saved, position, cleanup)
+        except WorkerError as error:
+            self.num_restarts += 1
+            if not error.is_death or self.num_restarts > self.config.trainer.max_restarts:
+                raise
+            cleanup.close()
+            self.observer.on_notice(f"{error.problems[0]}; starting all processes again")
+            self._start(saved, position, cleanup)
 
     def _start_once(self, saved: Path | None, position: Position, cleanup: ExitStack) -> None:
         """Start all processes and build the roles, with the weights of a checkpoint if there is one."""
         num_processes = sum(pool.world_size for pool in self.plan.pools.values())
         self.observer.on_phase(f"starting {num_processes} process{'es' if num_processes > 1 else ''}")
-        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init
-        address, num_cpus, timeout_s = ray_init.address, ray_init.num_cpus, self.config.placement.timeout_s
-        self.cluster = Cluster(self.plan, address=address, num_cpus=num_cpus, timeout_s=timeout_s, run_seed=keys.seed)
+        keys, ray_init = self.config.trainer, self.config.ray_kwargs.ray_init.model_dump()
+        self.cluster = Cluster(self.plan, **ray_init, timeout_s=self.config.placement.timeout_s, run_seed=keys.seed)
         cleanup.enter_context(self.cluster)
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)
@@ -206,7 +204,7 @@ class Trainer:
         if source is not None:
             self.checkpoints.load(trained, source)
         self.loader.load_state_dict(position.data)
-        self.estimator.kl_controller.load_state_dict(position.kl_controller)
+        self.estimator.kl_controller.restore(position.kl_controller["value"])
         for call in self.roles.sync_weights(position.step):
             call.get()
 
@@ -280,7 +278,7 @@ class Trainer:
             self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
 
     def _position(self, number: int) -> Position:
-        kl_controller = self.estimator.kl_controller.state_dict()
+        kl_controller = {"value": self.estimator.kl_controller.value}
         return Position(step=number, data=self.loader.state_dict(), kl_controller=kl_controller)
 
     def _recover(self, error: WorkerError) -> int:
@@ -468,8 +466,7 @@ class Trainer:
         recorded = record(step)
         generation = following.calls["gen"][0].spans() if following else []
         after = [Recorded(step.number + 1, "gen", span) for span in generation]
-        next_start_s = min((span.start_s for span in generation), default=None)
-        metrics = step_row(step, recorded, [*self._before, *after], next_start_s, self.plan)
+        metrics = step_row(step, recorded, self._before, after, self.plan)
         self._before, self._unfinished = recorded, None
         if step.number <= self._last_row:
             return

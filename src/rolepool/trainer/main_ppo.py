@@ -94,9 +94,9 @@ def start(
     console.print_summary(trainer.folder.path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, module: str = "main_ppo", split_file: str | None = None) -> int:
     """Train and return the exit code."""
-    return run_program(lambda arguments: train(arguments, "python -m rolepool.trainer.main_ppo"), argv)
+    return run_program(lambda arguments: train(arguments, f"python -m rolepool.trainer.{module}", split_file), argv)
 
 
 if __name__ == "__main__":

@@ -19,29 +19,26 @@ from pydantic import BaseModel, ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, explained, one_line
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.estimate import GIB, estimate_memory
 from rolepool.placement.plan import detect_gpu_memory
-from rolepool.planner.predict import Prediction, Predictor
+from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
-from rolepool.report.run import open_run, read_run
+from rolepool.report.run import open_run, read_run, state_of
 from rolepool.trainer.paper import schedule_of
 
 if TYPE_CHECKING:
     from rolepool.cluster import Prepared
     from rolepool.trainer.loop import Trainer
 
-TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
 """How the settings begin that a move can change."""
 POLL_S = 0.5
-SILENT_S = 30.0
-"""A run that trains writes its state every second."""
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
 """Steps between two checks of `placement.rebalance`."""
@@ -129,11 +126,9 @@ def answer_request(run_folder: Path, answer: str, *, is_refused: bool = False) -
 def ask_run(run_folder: Path, words: Sequence[str], timeout_s: float) -> str:
     """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or does not answer."""
     file = request_file(run_folder)
-    with explained(f"run {run_folder}: does not train now", "set the keys when you resume it"):
-        (run_folder / ".lock").read_bytes()
-        silent_s = time.time() - (run_folder / "state.json").stat().st_mtime
-        if silent_s > SILENT_S:
-            raise OSError(f"nothing was written for {silent_s:.0f} s")
+    state = state_of(open_run(run_folder), is_silent=False)
+    if state != "running":
+        raise ConfigError(f"run {run_folder}: does not train now (it has {state}); set the keys when you resume it")
     if take_request(run_folder) is not None:
         raise ConfigError(f"{file}: the run was asked already and has not answered; wait, or remove this file")
     write_atomically(file, [Request(words=list(words)).model_dump_json()])
@@ -184,8 +179,7 @@ def in_words(best: Prediction) -> str:
 
 
 def _search(recordings: Sequence[Recording], config: Config, inventory: Sequence[int]) -> list[Prediction]:
-    memory = None if config.trainer.device == "cpu" else detect_gpu_memory()
-    predictor = Predictor(Profile(recordings), schedule_of, gpu_memory_bytes=memory, num_cores=num_cores())
+    predictor = Predictor(Profile(recordings), schedule_of, detect_gpu_memory(), num_cores())
     return search(predictor, config, inventory)
 
 
@@ -201,16 +195,18 @@ class Rebalancer:
         """Finds the placement to move to, and the step time before the move."""
         self._expected: tuple[Prediction, float] | None = None
         """The same after the run was asked to move."""
-        self.has_moved(trainer.start_step, FIRST_MOVE_S)
+        self._last, self._move_s = trainer.start_step, FIRST_MOVE_S
+        """The step of the last search or move, and how long a move takes."""
 
     def after_step(self, number: int) -> None:
         """Begin a search if one is due, and ask for a move if one has found a better placement."""
+        num_steps = NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN
         if self._search is None:
-            if number >= self._due and (self._may_move or self._expected is not None):
+            if number >= self._last + num_steps and (self._may_move or self._expected is not None):
                 self._search = self._thread.submit(self._look, number)
         elif self._search.done():
             ended, self._search = self._search, None
-            self._wait(number)
+            self._last = number
             try:
                 if (found := ended.result()) is not None:
                     self._ask(*found)
@@ -219,12 +215,7 @@ class Rebalancer:
 
     def has_moved(self, number: int, seconds: float) -> None:
         """The run has moved before this step, and stood still for so long."""
-        self._move_s = seconds
-        self._wait(number)
-
-    def _wait(self, number: int) -> None:
-        """Begin the next search so many steps later."""
-        self._due = number + (NUM_CALIBRATION_STEPS if self._num_tries else NUM_STEPS_BETWEEN)
+        self._last, self._move_s = number, seconds
 
     @property
     def _may_move(self) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rolepool.config import Config
 from rolepool.data.prompts import PromptSet, validation_batches
 from rolepool.data.rewards import PRED
-from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_metrics
+from rolepool.metrics.spans import Recorded, Span, Timeline, operation_times, step_bounds, step_metrics
 from rolepool.metrics.validation import ScoredResponse, validation_metrics
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS
@@ -31,12 +31,12 @@ def record(step: StepCalls) -> list[Recorded]:
 
 
 def step_row(
-    step: StepCalls, recorded: Sequence[Recorded], around: Sequence[Recorded], next_start_s: float | None, plan: Plan
+    step: StepCalls, recorded: Sequence[Recorded], before: Sequence[Recorded], after: Sequence[Recorded], plan: Plan
 ) -> dict[str, float]:
     """All metrics of a step. A step ends when the generation of the next one starts, or with its last call.
 
-    `around` are the spans before and after it, which say what its first and last calls waited for. Metrics of updates
-    are means over the epochs, except the numbers of updates, which are sums.
+    `before` and `after` are the spans around it, which say what its first calls waited for and what waited for its last
+    ones. Metrics of updates are means over the epochs, except the numbers of updates, which are sums.
     """
     metrics = {"training/global_step": float(step.number)}
     for name in (name for name, operation in OPERATIONS.items() if operation.trains and step.calls.get(name)):
@@ -46,19 +46,17 @@ def step_row(
             metrics[key] = total if key.endswith("updates") else total / len(epochs)
     metrics |= {**step.estimated.metrics, **describe(step.estimated, step.scored.get())}
     times = operation_times(recorded)
-    start_s = min(span.start_s for _, _, span in recorded)
-    end_s = next_start_s or max(span.end_s for _, _, span in recorded)
+    start_s, end_s = step_bounds([*recorded, *after])[step.number]
     times["timing_s/step"] = end_s - start_s
-    num_gpus = len({slot for pool in plan.pools.values() for slot in pool.slots})  # pools may share GPUs
     return {
         **metrics,
         **times,
         **_times_per_token(times, step.estimated),
         "perf/time_per_step": times["timing_s/step"],
-        "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / num_gpus,
+        "perf/throughput": metrics["perf/total_num_tokens"] / times["timing_s/step"] / len(plan.slots),
         "perf/max_memory_allocated_gb": max(span.peak_memory_bytes for _, _, span in recorded) / 2**30,
         "perf/max_memory_reserved_gb": max(span.reserved_memory_bytes for _, _, span in recorded) / 2**30,
-        **step_metrics(Timeline([*recorded, *around]), start_s, end_s),
+        **step_metrics(Timeline([*recorded, *before, *after]), start_s, end_s),
     }
 
 
@@ -103,9 +101,7 @@ def validate(
         rollouts = roles.rollout.generate_sequences(rows, purpose="validate")
         scored = roles.reward.compute_scores(rollouts.union(rows))
         all_graded.extend(_scored_responses(rows.non_tensor_batch["data_source"], scored.get()))
-        if len(samples) < most_samples:
-            generated = samples_of(rows, rollouts, scored.get(), tokenizer)
-            samples.extend(islice(generated, most_samples - len(samples)))
+        samples.extend(islice(samples_of(rows, rollouts, scored.get(), tokenizer), most_samples - len(samples)))
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics = validation_metrics(all_graded, num_samples)
     return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans

@@ -12,7 +12,8 @@ from rolepool.config.model_files import why_no_model
 from rolepool.data.files import find_problems as find_data_problems
 from rolepool.errors import ConfigError, collected
 from rolepool.placement import Plan, build_plan
-from rolepool.placement.checks import find_problems, find_warnings, models_of
+from rolepool.placement.checks import find_problems, find_warnings
+from rolepool.placement.roles import ROLE_SPECS, model_of
 
 
 def check_start(config: Config) -> list[str]:
@@ -21,7 +22,7 @@ def check_start(config: Config) -> list[str]:
     gpus = 0 if config.trainer.device == "cpu" else num_gpus()
     with collected(problems):
         plan = build_plan(config)
-        key_of = {path: key for key, (path, _) in reversed(models_of(config, plan).items())}  # each path once
+        key_of = {model_of(config, role)[0]: f"{ROLE_SPECS[role].model}.path" for role in reversed(plan.roles)}
         problems += filter(None, (why_no_model(key, path) for path, key in reversed(key_of.items())))
         problems += [*find_problems(config, plan), *_capacity(config, plan, gpus)]
     problems += find_data_problems(config)
@@ -33,12 +34,11 @@ def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     """Whether this machine has what the plan needs. What a running Ray has, only Ray knows."""
     if config.ray_kwargs.ray_init.address is not None:
         return
-    slots = {slot for pool in plan.pools.values() for slot in pool.slots}
-    if any(slot.node > 0 for slot in slots):
+    if any(slot.node > 0 for slot in plan.slots):
         fix = "start Ray on every node and set ray_kwargs.ray_init.address (docs/multinode.md)"
         yield f"trainer.nnodes={config.trainer.nnodes}: the Ray that this run starts has one node; {fix}"
     if config.trainer.device == "cuda" and not gpus:
         yield "trainer.device=cuda: this machine has no GPU; set trainer.device=cpu, or train on a machine with a GPU"
-    if gpus and any(slot.gpu >= gpus for slot in slots):
+    if gpus and any(slot.gpu >= gpus for slot in plan.slots):
         there = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {there}; use at most {gpus}"
