@@ -1,13 +1,15 @@
 """The errors that a user can cause. Each prints as one line per problem, without a traceback.
 
-Owns the exception types and the wording of operating system errors. These errors are picklable, so a worker can send
-them to the driver.
+Owns the exception types, the wording of operating system errors, and the logger of all warnings. These errors are
+picklable, so a worker can send them to the driver.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from unicodedata import category
 
+logger = logging.getLogger("rolepool")
 CONTROL_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Control characters, characters without a shape (such as those that reverse the direction of text), halves of
 surrogate pairs, and line breaks of Unicode."""

@@ -6,7 +6,6 @@ owns when a call counts as stalled, the report with the Python stacks of all ran
 """
 
 import json
-import logging
 import os
 import re
 import signal
@@ -26,14 +25,12 @@ from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import PendingCall, WorkerGroup, find_deaths
 from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes, outcomes, pinned_to
 from rolepool.config.run_keys import TrainerConfig
-from rolepool.errors import PlacementError, RayDiedError, WorkerError, first_few, one_line
+from rolepool.errors import PlacementError, RayDiedError, WorkerError, first_few, logger, one_line
 from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import State
 from rolepool.metrics.sampling import INTERVAL_S, NodeMonitor, Watched, once_per_second
 from rolepool.placement import Plan
 from rolepool.placement.roles import OPERATIONS
-
-logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 60.0
 MIN_CPUS = 8

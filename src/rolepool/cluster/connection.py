@@ -24,10 +24,9 @@ import ray._private.worker as ray_worker
 from ray._private import ray_constants, ray_logging
 from ray.exceptions import RayError
 
-from rolepool.errors import PlacementError, RayDiedError, one_line
+from rolepool.errors import PlacementError, RayDiedError, logger, one_line
 from rolepool.files import left_behind, owned_folder
 
-logger = logging.getLogger(__name__)
 # A local Ray uses a token by default, and says so in a warning each time. Nothing has to be done about it.
 logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
     lambda record: not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")

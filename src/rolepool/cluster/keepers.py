@@ -5,7 +5,6 @@ when and which (`rolepool.trainer.snapshots`). A rank's files are listed in the 
 paths relative to the folder. The last one is its marker: without the marker, the others do not count.
 """
 
-import logging
 import os
 import shutil
 import time
@@ -19,12 +18,10 @@ import ray
 from ray.exceptions import RayError
 
 from rolepool.cluster.launch import live_nodes, outcomes, pinned_to
-from rolepool.errors import one_line
+from rolepool.errors import logger, one_line
 from rolepool.files import owned_folder, write_atomically
 from rolepool.placement.estimate import SHARED_MEMORY
 from rolepool.protocol.futures import CallFuture
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "rolepool-"
 CHUNK_BYTES = 64 * 2**20

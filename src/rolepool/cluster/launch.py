@@ -5,7 +5,6 @@ node, and all processes that share the GPU are in it, because Ray assigns a frac
 of whole GPUs.
 """
 
-import logging
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -25,12 +24,10 @@ from rolepool.cluster.calls import reason_of
 from rolepool.cluster.connection import raise_if_ray_died
 from rolepool.cluster.process import Whereabouts, WorkerProcess
 from rolepool.config.functions import EXTENSIONS
-from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError
+from rolepool.errors import PlacementError, RayDiedError, RolepoolError, WorkerError, logger
 from rolepool.placement import Plan
 from rolepool.placement.plan import ResourcePool, Slot
 from rolepool.protocol.worker import WorkerContext
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 START_TIMEOUT_S = 180.0

@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
 from rolepool.config.functions import import_extensions, import_object
-from rolepool.errors import RolepoolError, WorkerError
+from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.protocol import Dispatch, Worker, WorkerContext
@@ -44,8 +44,6 @@ from rolepool.protocol import worker as workers
 from rolepool.protocol.columns import INPUT_IDS, flat_values, is_ragged, num_bytes
 from rolepool.protocol.data import DataProto, tensordict_to_batch
 from rolepool.protocol.futures import Reply, encode_result
-
-logger = logging.getLogger(__name__)
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -14,7 +14,6 @@ Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
 import hashlib
-import logging
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +30,9 @@ from rolepool.config import Config, show
 from rolepool.config.model_keys import PolicyModelConfig, RewardModelModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
 from rolepool.data.tools import template_options
-from rolepool.errors import ConfigError, DataError, explained, one_line
+from rolepool.errors import ConfigError, DataError, explained, logger, one_line
 from rolepool.protocol import DataProto
 from rolepool.protocol.columns import INPUT_IDS, TOKENS, rows_of_responses
-
-logger = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 

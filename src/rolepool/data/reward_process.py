@@ -5,7 +5,6 @@ computes. The child is forked and kept, so that it has everything that the funct
 """
 
 import ctypes
-import logging
 import multiprocessing
 import os
 import pickle
@@ -18,8 +17,7 @@ from multiprocessing.connection import Connection
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.rewards import RewardError, RewardFunction, Row, SampleError, Scored
-
-logger = logging.getLogger(__name__)
+from rolepool.errors import logger
 
 FAILED = "failed"
 PR_SET_PDEATHSIG = 1

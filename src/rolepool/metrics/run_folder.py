@@ -7,7 +7,6 @@ as one line of text.
 
 import fcntl
 import json
-import logging
 import math
 import os
 import re
@@ -19,12 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rolepool.config import Config
-from rolepool.errors import ConfigError, explained
+from rolepool.errors import ConfigError, explained, logger
 from rolepool.files import write_atomically
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
-
-logger = logging.getLogger(__name__)
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
 RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "state.json", "plan.json")

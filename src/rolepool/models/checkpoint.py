@@ -17,7 +17,6 @@ A name that begins with `.tmp-` belongs to a save, an export or a removal that d
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -42,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from rolepool.errors import ConfigError, RolepoolError, explained, first_few
+from rolepool.errors import ConfigError, RolepoolError, explained, first_few, logger
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 from rolepool.protocol.worker import random_state, set_random_state
@@ -51,7 +50,6 @@ FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
 STEP, *MOMENTS = OPTIMIZER_STATES = ("step", "exp_avg", "exp_avg_sq")
 
-_logger = logging.getLogger(__name__)
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
 _HASHES = ".sha256"
@@ -364,7 +362,7 @@ def newest_checkpoint(run_dir: Path, parts: Collection[str] = (), check: Check |
     `check` raises ConfigError if something else is wrong with one."""
     for folder in _newest_first(run_dir):
         if problem := _problem(folder, check):
-            _logger.warning("skipping %s: %s", folder, problem)
+            logger.warning("skipping %s: %s", folder, problem)
         elif all((folder / part).is_dir() for part in parts):
             return folder
     return None

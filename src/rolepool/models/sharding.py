@@ -4,7 +4,6 @@ Owns these three changes to a Hugging Face model and their order, gathering whol
 pool of one process models are not sharded. Nothing is compiled for a CPU.
 """
 
-import logging
 import shutil
 import time
 import warnings
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils._triton import has_triton
 
-logger = logging.getLogger(__name__)
+from rolepool.errors import logger
 
 PACKED = "rolepool_packed"
 """`attn_implementation` of models that run packed rows; their layers are compiled on a GPU."""

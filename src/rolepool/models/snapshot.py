@@ -6,7 +6,6 @@ the copy itself.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rolepool.errors import one_line
+from rolepool.errors import logger, one_line
 from rolepool.files import write_atomically
 from rolepool.models.checkpoint import all_tensors, rank_state_text, snapshot_files
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
-
-logger = logging.getLogger(__name__)
 
 
 class SnapshotWriter:

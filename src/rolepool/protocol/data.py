@@ -19,7 +19,6 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +30,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tensordict.base import TensorDictBase
 from torch.utils.data import DataLoader
 
-from rolepool.errors import DataError
+from rolepool.errors import DataError, logger
 from rolepool.protocol import columns as operations
 from rolepool.protocol.columns import INPUT_IDS, TOKENS, Arrays, Columns, flat_values, is_ragged, pad_ragged
 from rolepool.protocol.encoding import Encoded, encode, load_parts, save_parts
-
-logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_rolepool_auto_padding"
 TENSORDICT_KEY = "_rolepool_tensordict"

@@ -20,7 +20,6 @@ Does not know Ray, or what the tensors mean.
 import functools
 import io
 import json
-import logging
 import mmap
 import os
 import pickle
@@ -40,11 +39,9 @@ import torch
 from tensordict import TensorDict
 from tensordict.base import TensorDictBase
 
-from rolepool.errors import DataError
+from rolepool.errors import DataError, logger
 from rolepool.files import atomic_path
 from rolepool.protocol.columns import is_ragged, ragged_from_parts, ragged_parts
-
-logger = logging.getLogger(__name__)
 
 Buffer = npt.NDArray[np.uint8]
 

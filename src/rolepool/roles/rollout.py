@@ -5,13 +5,13 @@ engine that generates is the one that `actor_rollout_ref.rollout.name` names: on
 user's.
 """
 
-import logging
 from functools import partial
 from typing import Literal
 
 from rolepool.config import Config
 from rolepool.config.functions import ENGINES, import_object
 from rolepool.config.model_keys import RolloutConfig
+from rolepool.errors import logger
 from rolepool.models.loading import load_policy
 from rolepool.models.sharding import whole
 from rolepool.placement import Role
@@ -21,8 +21,6 @@ from rolepool.roles.actor_critic import Actor
 from rolepool.roles.model_role import ModelRole, Setup
 from rolepool.rollout.engine import ABILITIES, Engine, Request, Sampling, sample_seed
 from rolepool.rollout.environments import ROW_COLUMNS, columns_of, conversations_of, rows_of, token_columns
-
-logger = logging.getLogger(__name__)
 
 Purpose = Literal["train", "validate", "baseline"]
 """What responses are for: training samples, validation (`val_kwargs`), or the greedy baseline of ReMax."""

@@ -8,7 +8,6 @@ engine nor a tool go on, and their requests join the batch. Does not know how an
 import asyncio
 import inspect
 import json
-import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -25,13 +24,11 @@ from rolepool.config.model_keys import MultiTurnConfig
 from rolepool.data import tools
 from rolepool.data.prompts import load_tokenizer, render_chat, tokenize
 from rolepool.data.tools import Outcome
-from rolepool.errors import DataError, RolepoolError, one_line
+from rolepool.errors import DataError, RolepoolError, logger, one_line
 from rolepool.protocol import DataProto, ragged
 from rolepool.protocol.columns import ENVIRONMENT_SCORE, INPUT_IDS, NUM_PROMPT_TOKENS, RESPONSE_MASK, TURN_SCORES
 from rolepool.rollout.engine import Completion, Engine, Request, Sampling, Session
 from rolepool.seeds import derive_seed
-
-logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 """What a rollout function gets: `ROW_COLUMNS` and `ground_truth`."""

@@ -4,7 +4,6 @@ Owns `trainer.json`, which checkpoints are kept, and which steps are too bad to 
 run whose training has diverged. `models.checkpoint` owns the folder of each model.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, LoadedConfig, load_config, show
-from rolepool.errors import ConfigError, DivergedError, explained
+from rolepool.errors import ConfigError, DivergedError, explained, logger
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
 from rolepool.trainer.step import Roles, TrainedCalls
-
-logger = logging.getLogger(__name__)
 
 Source = Path | Mapping[str, Path]
 """The folder of a checkpoint, or the folders of a snapshot on each node, by node id."""

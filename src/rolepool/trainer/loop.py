@@ -4,7 +4,6 @@ Owns the order of things around a step. A step's row is written when its last ca
 step has begun. Saving and validating wait for that.
 """
 
-import logging
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ import torch
 from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, one_line
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, logger, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
@@ -38,9 +37,6 @@ from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_o
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
-
-logger = logging.getLogger(__name__)
-
 
 SAME_SIGNAL_S = 0.3
 """Signals within this time count as one. `timeout` sends two: to its child, and to the child's process group."""

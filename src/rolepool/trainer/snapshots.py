@@ -5,7 +5,6 @@ Two snapshots are written in turn, so that one is complete while the other is wr
 the data.
 """
 
-import logging
 import time
 from itertools import count
 from pathlib import Path
@@ -13,12 +12,11 @@ from pathlib import Path
 from rolepool.cluster import Cluster
 from rolepool.cluster.keepers import Files, Keepers
 from rolepool.config import Config
+from rolepool.errors import logger
 from rolepool.models.checkpoint import snapshot_files, snapshot_number
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, snapshot_bytes
 from rolepool.trainer.checkpoint import Position
 from rolepool.trainer.step import Roles
-
-logger = logging.getLogger(__name__)
 
 PLACES = ("a", "b")
 """The folders of the two snapshots."""
