@@ -26,9 +26,9 @@ from rolepool.config import load_config
 from rolepool.data.demo import make_demo
 from rolepool.protocol.futures import CallFuture
 from rolepool.report.run import read_run
+from rolepool.trainer.checkpoint import Snapshots
 from rolepool.trainer.console import Observer
 from rolepool.trainer.loop import Trainer
-from rolepool.trainer.snapshots import Snapshots
 
 ROOT = Path(__file__).parent.parent
 NUM_WARM_STEPS = 4

@@ -12,7 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from rolepool.config import load_config
 from rolepool.errors import ConfigError
 from rolepool.rollout import Sampling, sample_seed
-from rolepool.rollout.sampling import choose, filter_logits, seed_streams, uniforms
+from rolepool.rollout.engine import choose, filter_logits, seed_streams, uniforms
 
 PLAIN = Sampling(
     temperature=1.0, top_p=1.0, top_k=-1, do_sample=True, max_new_tokens=8, ignore_eos=False, stop_token_ids=()

@@ -264,7 +264,11 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Row i `repeat_times[i]` times, its copies next to each other (list, tuple, array or tensor of counts)."""
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(torch.as_tensor(repeat_times).cpu()))
+        counts = torch.as_tensor(repeat_times).cpu()
+        if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
+            given = operations.describe(counts)
+            raise DataError(f"sample_level_repeat takes {len(self)} counts, one integer per row, not {given}")
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts.to(torch.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
         """`n_split` rows for every row: `split_keys` are split along their second dimension, other columns repeated."""
