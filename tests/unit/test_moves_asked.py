@@ -53,7 +53,7 @@ def test_other_keys_need_a_new_start(word: str, run: Path, rolepool: Callable[..
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["placement.strategy=split", "placement.split.actor_gpus_per_node=4"], "none is left for the critic"),
+        (["placement.strategy=split", "placement.split.actor_gpus_per_node=4"], "the critic would have no GPU"),
         (["trainer.n_gpus_per_node=3"], "data.train_batch_size=8"),
         (["placement.strategy=nothing"], "placement.strategy=nothing"),
         ([], "a move changes placement.*"),

@@ -68,7 +68,7 @@ def _recordings_of_log(path: Path, num_gpus: int | None) -> Iterator[Recording]:
         names = timed_operations(metrics)
         words = [f"trainer.n_gpus_per_node={num_gpus}", "trainer.device=cuda"]
         words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"] if "values" not in names else []
-        words += ["actor_rollout_ref.actor.use_kl_loss=true"] if "ref" in names else []
+        words.append(f"actor_rollout_ref.actor.use_kl_loss={any(f'{TIMING}ref' in row for row in metrics.values())}")
         config = load_config([], words).config
         plan = build_plan(config)
         roles = {one.name: role for role, spec in ROLE_SPECS.items() for one in spec.operations}
