@@ -51,9 +51,8 @@ wanted_stamp() {
     cat pyproject.toml constraints.txt | cksum
 }
 
-# Without compiling what may never be imported: Python compiles the rest when it is imported first.
 pip_install() {
-    .venv/bin/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt "$@"
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt "$@"
 }
 
 # Reads pip's output, keeps it in .venv/setup.log and shows what is downloaded, every tenth package and all large ones.
