@@ -223,6 +223,14 @@ def test_without_samples_or_with_few_steps_nothing_is_known_about_outside_load()
     assert outside_load(make_run(num_steps=0)) is None
 
 
+@pytest.mark.parametrize("name", ["timing_s/step", "perf/total_num_tokens", f"pool/{ACTOR}/busy_fraction"])
+def test_a_row_that_lacks_a_number_is_not_a_part_of_a_period(name: str) -> None:
+    run = disturbed_run(2.0, 45.0)
+    del run.metrics[15][name]
+    run.metrics[16][name] = 0.0
+    assert (outside_load(run) or "").startswith("Outside load: steps ")
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.0, "0 s"), (0.000551, "551 µs"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (119.0, "119 s"), (150.0, "2.5 min")],

@@ -17,13 +17,12 @@ from rolepool.config import load_config
 from rolepool.data.rewards import NUMBERS, PRED
 from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Recorded, Span
-from rolepool.metrics.validation import ScoredResponse, validation_metrics
 from rolepool.models.micro_batches import rank_order
 from rolepool.placement import ResourcePoolManager, Role
 from rolepool.placement.plan import place
 from rolepool.protocol import DataProto, unpad
 from rolepool.trainer.advantages import Estimator
-from rolepool.trainer.rows import length_metrics, step_row
+from rolepool.trainer.rows import ScoredResponse, length_metrics, step_row, validation_metrics
 from rolepool.trainer.step import StepCalls
 
 # A step of four rows. The third response is aborted: it has no tokens.

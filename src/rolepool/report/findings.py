@@ -155,17 +155,23 @@ def outside_load(run: Run) -> str | None:
 
 def _periods(run: Run) -> list[Period]:
     """Consecutive parts of the run, without its first step; none if it is too short, or without samples."""
-    steps = [step for step, row in run.metrics.items() if _mean_of_pools([row], "utilization")][1:]
+    steps = [step for step, row in run.metrics.items() if _is_measured(row)][1:]
     count = min(MAX_PERIODS, len(steps) // MIN_STEPS)
     periods = []
     for index in range(count):
         chosen = steps[len(steps) * index // count : len(steps) * (index + 1) // count]
         rows = [run.metrics[step] for step in chosen]
-        times_s = [row[f"{TIMING}step"] for row in rows]
+        step_s = median(row[f"{TIMING}step"] for row in rows)
         token_s = median(row[f"{TIMING}step"] / row["perf/total_num_tokens"] for row in rows)
         busy_percent = _mean_of_pools(rows, "utilization") / _mean_of_pools(rows, "busy_fraction")
-        periods.append(Period(chosen[0], chosen[-1], median(times_s), token_s, busy_percent))
+        periods.append(Period(chosen[0], chosen[-1], step_s, token_s, busy_percent))
     return periods
+
+
+def _is_measured(row: Mapping[str, float]) -> bool:
+    """Whether a row has what a period is made of. A row of another program, or of a damaged file, may lack it."""
+    numbers = [row.get(name, 0.0) for name in (f"{TIMING}step", "perf/total_num_tokens")]
+    return min(*numbers, *(_mean_of_pools([row], metric) for metric in ("utilization", "busy_fraction"))) > 0
 
 
 def _mean_of_pools(rows: Sequence[Mapping[str, float]], metric: str) -> float:
