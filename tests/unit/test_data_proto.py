@@ -639,6 +639,17 @@ def test_padded_columns_are_those_that_code_for_padded_batches_reads() -> None:
     assert is_ragged(data.batch["input_ids"]), "the batch itself stays as it is"
 
 
+def test_the_mask_of_several_turns_stays_in_the_padded_form() -> None:
+    """The policy sampled the first and the last token of the second response; a tool wrote the one between them."""
+    mask = ragged(torch.tensor([True, True, False, True]), torch.tensor([1, 3, 0]))
+    padded = tokens(response_mask=mask).to_padded(response_width=4).batch
+    assert padded["response_mask"].tolist() == [[1, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+    assert padded["response_mask"].dtype == torch.int64
+    assert padded["attention_mask"].tolist()[1] == [0, 0, 1, 1, 1, 1, 0]
+    dense = torch.tensor([[1, 0, 0], [0, 0, 1], [0, 0, 0]])
+    assert torch.equal(tokens(response_mask=dense).to_padded().batch["response_mask"], dense)
+
+
 def test_a_batch_without_ragged_columns_is_its_own_padded_form() -> None:
     data = DataProto.from_dict({"input_ids": torch.ones(2, 3)}, non_tensors={"names": ["a", "b"]})
     assert_same(data.to_padded(), data)

@@ -164,6 +164,12 @@ def test_entropies_are_aggregated_like_the_loss(tmp_path: Path, mode: str, expec
     assert row["actor/entropy"] == pytest.approx(expected)
 
 
+def test_entropies_are_divided_by_the_loss_scale_factor_like_the_loss(tmp_path: Path) -> None:
+    keys = ["loss_agg_mode=seq-mean-token-sum-norm", "loss_scale_factor=3.5"]
+    row, _ = row_of(tmp_path, *(f"actor_rollout_ref.actor.{key}" for key in keys))
+    assert row["actor/entropy"] == pytest.approx(4.75 / 3 / 3.5)
+
+
 # Tokens of ranks
 
 

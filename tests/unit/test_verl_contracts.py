@@ -88,6 +88,19 @@ def test_a_union_of_arrays_sees_every_dimension_nan_and_nested_arrays(array: Any
         union_numpy_dict({"a": array}, {"a": other})
 
 
+def array_inside_itself(last: int) -> Any:
+    array = np.empty(3, dtype=object)
+    array[:] = [array, {"again": [array]}, last]
+    return array
+
+
+def test_a_union_compares_arrays_that_contain_themselves() -> None:
+    array = array_inside_itself(last=1)
+    assert union_numpy_dict({"a": array}, {"a": array_inside_itself(last=1)})["a"] is array
+    with pytest.raises(DataError, match="'a' is in both"):
+        union_numpy_dict({"a": array}, {"a": array_inside_itself(last=2)})
+
+
 def test_the_first_dimensions_of_all_tensors_must_agree() -> None:
     tensors = {"map": torch.zeros(30, 4), "photo": torch.zeros(30, 5, 3)}
     assert DataProto.from_dict(tensors).batch.batch_size == torch.Size([30])

@@ -18,6 +18,7 @@ Does not know DataProto.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeGuard
 
 import numpy as np
@@ -223,27 +224,32 @@ def describe(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
 
 
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN equals NaN."""
-    if a is b:
+def same_value(a: Any, b: Any, outer: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two values are equal: tensors and arrays in dtype, shape and every element. NaN equals NaN.
+
+    `outer` has the ids of the pairs that contain this pair. A value may contain itself: a pair that is inside itself
+    says nothing new, so its other elements decide.
+    """
+    if a is b or (id(a), id(b)) in outer:
         return True
+    same_inner = partial(same_value, outer=outer | {(id(a), id(b))})
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.layout, a.dtype) != (b.layout, b.dtype):
             return False
         if is_ragged(a):
-            return same_value(ragged_parts(a), ragged_parts(b))
+            return same_inner(ragged_parts(a), ragged_parts(b))
         a, b = a.cpu(), b.cpu()
         return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.dtype.hasobject:
-            return all(map(same_value, a.flat, b.flat))
+            return all(map(same_inner, a.flat, b.flat))
         return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_inner(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        return all(map(same_value, a, b))
+        return all(map(same_inner, a, b))
     try:
         return bool(a == b) or bool(a != a and b != b)
     except (TypeError, ValueError, RuntimeError):  # a tensor or array and something else

@@ -32,7 +32,16 @@ from torch.utils.data import DataLoader
 
 from rolepool.errors import DataError, logger
 from rolepool.protocol import columns as operations
-from rolepool.protocol.columns import INPUT_IDS, TOKENS, Arrays, Columns, flat_values, is_ragged, pad_ragged
+from rolepool.protocol.columns import (
+    INPUT_IDS,
+    RESPONSE_MASK,
+    TOKENS,
+    Arrays,
+    Columns,
+    flat_values,
+    is_ragged,
+    pad_ragged,
+)
 from rolepool.protocol.encoding import Encoded, encode, load_parts, save_parts
 
 AUTO_PADDING_KEY = "_rolepool_auto_padding"
@@ -392,8 +401,9 @@ class DataProto:
         """The same batch with dense tensors [rows, width] in place of its ragged columns, for code that reads those.
 
         From `input_ids` and `num_prompt_tokens` it computes prompts (padded on the left), responses (on the right),
-        both together as input_ids, attention_mask, position_ids and response_mask. Other ragged columns hold a number
-        per response token: they get zeros on the right. The default width is that of the longest row.
+        both together as input_ids, attention_mask and position_ids, and a response_mask of ones if there is none yet.
+        Other ragged columns hold a number per response token: they get zeros on the right. The default width is that of
+        the longest row.
         """
         columns = self.columns()
         if all(key in columns for key in TOKENS) and is_ragged(columns[INPUT_IDS]):
@@ -401,12 +411,16 @@ class DataProto:
             prompt_ids = pad_ragged(prompts, prompt_width, side="left", value=pad_token_id)
             response_ids = pad_ragged(responses, response_width, value=pad_token_id)
             prompt_mask = pad_ragged(torch.ones_like(prompts), prompt_width, side="left")
-            response_mask = pad_ragged(torch.ones_like(responses), response_width)
-            attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
+            is_response = pad_ragged(torch.ones_like(responses), response_width)
+            attention_mask = torch.cat([prompt_mask, is_response], dim=1).long()
             position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
             columns[INPUT_IDS] = torch.cat([prompt_ids, response_ids], dim=1)
-            columns |= {"prompts": prompt_ids, "responses": response_ids, "response_mask": response_mask.long()}
+            columns |= {"prompts": prompt_ids, "responses": response_ids}
             columns |= {"attention_mask": attention_mask, "position_ids": position_ids}
+            # The mask of several turns says which tokens the policy sampled, and must not be replaced.
+            mask = columns.get(RESPONSE_MASK, is_response)
+            mask = pad_ragged(mask, response_width) if is_ragged(mask) else mask
+            columns[RESPONSE_MASK] = mask.long()
         padded = {key: pad_ragged(one, response_width) if is_ragged(one) else one for key, one in columns.items()}
         return self.like(padded, len(self))
 

@@ -131,7 +131,7 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
     num_prompt, num_response = (sizes[key] for key in SIZES)
     num_sampled = mask.sum(dim=1)
-    data_keys, loss_agg_mode = estimated.config.data, estimated.config.actor_rollout_ref.actor.loss_agg_mode
+    data_keys, actor_keys = estimated.config.data, estimated.config.actor_rollout_ref.actor
     is_aborted = num_sampled == 0
     is_full = num_response >= data_keys.max_response_length
     lengths = {
@@ -151,9 +151,10 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         columns["environment_length"] = num_response - num_sampled
     # All modes aggregate the sums or means of rows, so each token can stand for the mean of its row.
     entropies = (scored.batch["entropy_sums"] / num_sampled.clamp(min=1))[:, None].expand(mask.shape)
-    counts = LossCounts.of(mask, data_keys.max_response_length)
+    scale = actor_keys.loss_scale_factor
+    counts = LossCounts.of(mask, data_keys.max_response_length if scale is None else scale)
     metrics = {
-        "actor/entropy": float(agg_loss(entropies, mask, loss_agg_mode, counts=counts)),
+        "actor/entropy": float(agg_loss(entropies, mask, actor_keys.loss_agg_mode, counts=counts)),
         "response/aborted_ratio": float(is_aborted.float().mean()),
         "perf/total_num_tokens": float((num_prompt + num_response).sum()),
         **{f"{name}/clip_ratio": float(is_clipped.float().mean()) for name, (_, is_clipped) in lengths.items()},
