@@ -165,6 +165,21 @@ def test_a_checkpoint_without_the_critic_that_is_wanted_is_not_passed_over(
     assert line.startswith(f"error: trainer.resume_mode=auto: the newest checkpoint, {newest}, has no critic; ")
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(
+    demo: Demo, used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hashes in used.glob("checkpoints/*/trainer.sha256"):
+        hashes.write_text("")
+    before = files_of(used)
+    assert main(["train", *small_keys(demo, used, *STEPS, *SPLIT)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert lines[0].startswith(f"error: trainer.resume_mode=auto: all 2 checkpoints of {used} cannot be used")
+    damaged = [used / "checkpoints" / f"step_{step:06d}" / "trainer.json" for step in (4, 2)]
+    for line, file in zip(lines[1:], damaged, strict=True):
+        assert f"{file}: damaged, because no list has its hash" in line
+    assert files_of(used) == before
+
+
 def test_a_save_that_fails_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> None:
     class InTheWay(Observer):
         def on_row(self, step: int, metrics: dict[str, float]) -> None:

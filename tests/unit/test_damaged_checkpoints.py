@@ -53,7 +53,7 @@ def found(run: Path, *words: str) -> Path | None:
 
 
 def without_hashes(checkpoint: Path) -> None:
-    """As an older version saved it."""
+    """Each other file stays as it was saved."""
     for file in checkpoint.rglob("*.sha256"):
         file.unlink()
 
@@ -102,6 +102,30 @@ def spoil_hashes(checkpoint: Path) -> None:
     (checkpoint / "trainer.sha256").write_bytes(b"\xff\xfe")
 
 
+def no_hash_of_the_state(checkpoint: Path) -> None:
+    (checkpoint / "trainer.sha256").unlink()
+
+
+def empty_hash_of_the_state(checkpoint: Path) -> None:
+    (checkpoint / "trainer.sha256").write_text("")
+
+
+def empty_hashes_of_a_rank(checkpoint: Path) -> None:
+    (checkpoint / RANK_FILE).with_suffix(".sha256").write_text("")
+
+
+def one_hash_of_a_rank_is_missing(checkpoint: Path) -> None:
+    hashes = (checkpoint / RANK_FILE).with_suffix(".sha256")
+    hashes.write_text("".join(line for line in hashes.open() if not line.endswith(".safetensors\n")))
+
+
+def hashes_of_a_file_elsewhere(checkpoint: Path) -> None:
+    """The names in a list are those of files beside it."""
+    hashes = checkpoint / "trainer.sha256"
+    digest, _ = hashes.read_text().split("  ")
+    hashes.write_text(f"{digest}  ../step_000001/trainer.json\n")
+
+
 def change_state(checkpoint: Path) -> None:
     (checkpoint / "trainer.json").write_text(Position(step=2, data={"x": 1}, kl_controller={}).model_dump_json())
 
@@ -118,6 +142,12 @@ def change_state(checkpoint: Path) -> None:
         (nested_state, "trainer"),
         (nested_rank_file, "not a valid rank file"),
         (spoil_hashes, "not a list of hashes"),
+        (without_hashes, "no list has its hash"),
+        (no_hash_of_the_state, "trainer.json: damaged, because no list has its hash"),
+        (empty_hash_of_the_state, "trainer.json: damaged, because no list has its hash"),
+        (hashes_of_a_file_elsewhere, "trainer.json: damaged, because no list has its hash"),
+        (empty_hashes_of_a_rank, "no list has its hash"),
+        (one_hash_of_a_rank_is_missing, "no list has its hash"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -133,7 +163,7 @@ def test_the_older_checkpoint_is_used_and_one_line_says_why(
     assert line.startswith(f"skipping {newest}: ") and reason in line and "\n" not in line
 
 
-@pytest.mark.parametrize("damage", [flip_two_bytes, another_step, nested_state])
+@pytest.mark.parametrize("damage", [flip_two_bytes, another_step, nested_state, no_hash_of_the_state])
 def test_a_damaged_checkpoint_that_is_named_is_an_error(run: Path, damage: Callable[[Path], None]) -> None:
     newest = model_files.checkpoint_folder(run, 2)
     damage(newest)
@@ -142,10 +172,54 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error(run: Path, damage: Calla
     assert len(caught.value.problems) == 1 and str(newest) in str(caught.value)
 
 
-def test_a_checkpoint_of_an_older_version_is_used(run: Path) -> None:
+def test_if_every_checkpoint_is_damaged_a_run_does_not_begin_again(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip_two_bytes(model_files.checkpoint_folder(run, 2))
+    empty_hash_of_the_state(model_files.checkpoint_folder(run, 1))
+    before = files_of(run)
+    with pytest.raises(ConfigError) as caught:
+        found(run)
+    summary, newest, oldest = caught.value.problems
+    assert summary.startswith(f"trainer.resume_mode=auto: all 2 checkpoints of {run} cannot be used")
+    assert "trainer.resume_mode=disable" in summary
+    assert (
+        newest.startswith(str(run / "checkpoints/step_000002")) and "its hash is not the one that was saved" in newest
+    )
+    assert oldest.startswith(str(run / "checkpoints/step_000001")) and "no list has its hash" in oldest
+    assert files_of(run) == before and not caplog.messages
+    assert found(run, "trainer.resume_mode=disable") is None
+
+
+def test_a_folder_that_lost_its_state_is_a_damaged_checkpoint(run: Path) -> None:
+    for step in (1, 2):
+        (model_files.checkpoint_folder(run, step) / "trainer.json").unlink()
+    with pytest.raises(ConfigError, match=r"trainer\.json cannot be read"):
+        found(run)
+
+
+def test_a_run_without_checkpoints_begins(tmp_path: Path) -> None:
+    """A save that was interrupted is no checkpoint."""
+    (tmp_path / "checkpoints" / ".tmp-step_000001").mkdir(parents=True)
+    assert found(tmp_path) is None
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [without_hashes, no_hash_of_the_state, empty_hashes_of_a_rank])
+def test_the_error_says_how_to_accept_a_checkpoint_without_hashes(run: Path, damage: Callable[[Path], None]) -> None:
+    """Following it, once for each folder without a list, makes the checkpoint usable."""
     newest = model_files.checkpoint_folder(run, 2)
-    without_hashes(newest)
-    assert found(run) == newest
+    damage(newest)
+    words = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={newest}"]
+    for _ in range(2):
+        try:
+            assert found(run, *words) == newest
+            break
+        except ConfigError as error:
+            command, folder = str(error).split("run `")[1].split("` in ")
+            subprocess.run(command, shell=True, cwd=folder, check=True, timeout=30)
+    assert found(run, *words) == newest
 
 
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:

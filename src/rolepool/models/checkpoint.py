@@ -232,10 +232,8 @@ def write_hashes(beside: Path, files: Iterable[Path]) -> None:
 
 
 def check_hashes(folder: Path) -> None:
-    """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed since it was saved.
-
-    Checkpoints of older versions have no hashes. They are accepted.
-    """
+    """Read every file of a checkpoint, or of one role, and raise ConfigError if one has changed since it was saved, or
+    if no list has its hash."""
     expected: dict[Path, str] = {}
     fix = "copy the checkpoint again, or use another one"
     for file in sorted(folder.rglob(f"*{_HASHES}")):
@@ -243,9 +241,26 @@ def check_hashes(folder: Path) -> None:
             lines = [line.split("  ", 1) for line in file.read_text(encoding="utf-8").splitlines()]
             expected |= {file.parent / name: digest for digest, name in lines if Path(name).name == name}
     with explained(f"{folder}: cannot be read", fix):
+        unlisted = sorted(file for file in folder.rglob("*") if _is_read(file) and file not in expected)
+        if unlisted:
+            raise ConfigError(_missing_hash(unlisted[0]))
         damaged = [file for file, digest in _hashes(expected).items() if digest != expected[file]]
     if damaged:
         raise ConfigError(f"{damaged[0]}: damaged, because its hash is not the one that was saved; {fix}")
+
+
+def _is_read(file: Path) -> bool:
+    """Whether loading or exporting a checkpoint reads this file. Other files may be in its folders, too."""
+    is_named = file.name in ("trainer.json", "config.json") or _RANK_FILE.fullmatch(file.name) is not None
+    return is_named or file.suffix == ".safetensors"
+
+
+def _missing_hash(file: Path) -> str:
+    """The problem that no list of hashes has this file, and what to do about it."""
+    what = f"{file}: damaged, because no list has its hash (a {_HASHES} file is missing, empty or incomplete)"
+    names = "trainer.json" if file.name == "trainer.json" else "*.json *.safetensors"
+    by_hand = f"run `sha256sum {names} > hashes{_HASHES}` in {file.parent}"
+    return f"{what}; copy the checkpoint again, or, if you are sure that it is complete and right, {by_hand}"
 
 
 def _hashes(files: Iterable[Path]) -> dict[Path, str]:
@@ -357,14 +372,36 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def newest_checkpoint(run_dir: Path, parts: Collection[str] = (), check: Check | None = None) -> Path | None:
-    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning.
-    `check` raises ConfigError if something else is wrong with one."""
+def newest_checkpoint(run_dir: Path, parts: Collection[str] = ()) -> Path | None:
+    """The complete checkpoint of the highest step that has these parts. Damaged ones are skipped with a warning."""
     for folder in _newest_first(run_dir):
-        if problem := _problem(folder, check):
+        if problem := _problem(folder):
             logger.warning("skipping %s: %s", folder, problem)
         elif all((folder / part).is_dir() for part in parts):
             return folder
+    return None
+
+
+def checkpoint_to_resume(run_dir: Path, check: Check) -> Path | None:
+    """The complete checkpoint of the highest step; None if the run has saved none. `check` raises ConfigError if
+    something else is wrong with one.
+
+    Damaged ones are skipped with a warning. If all are damaged, this raises ConfigError with the reason for each one,
+    because otherwise the run would start at step 1 although nobody has asked for that.
+    """
+    problems: list[str] = []
+    for folder in _newest_first(run_dir):
+        problem = _problem(folder, check)
+        if problem is None:
+            for skipped in problems:
+                logger.warning("skipping %s", skipped)
+            return folder
+        problems.append(f"{folder}: {problem}")
+    if problems:
+        number = "the only checkpoint" if len(problems) == 1 else f"all {len(problems)} checkpoints"
+        what = f"{number} of {run_dir} cannot be used, and nothing was changed"
+        fix = "repair one, or set trainer.resume_mode=disable to start a new run (this one is moved to `earlier/`)"
+        raise ConfigError([f"trainer.resume_mode=auto: {what}; {fix}", *problems])
     return None
 
 

@@ -61,10 +61,14 @@ class Checkpoints:
 
     def find(self) -> tuple[Path, Position] | None:
         """The checkpoint to resume from, and the state of the run when it was saved; None starts a new run."""
+        if self._keys.resume_mode == "disable":
+            return None
         is_auto = self._keys.resume_mode == "auto"
-        named = Path(self._keys.resume_from_path or "").expanduser()
-        path = model_files.newest_checkpoint(self._folder.path, check=_check) if is_auto else named
-        if path is None or self._keys.resume_mode == "disable":
+        if is_auto:
+            path = model_files.checkpoint_to_resume(self._folder.path, _check)
+        else:
+            path = Path(self._keys.resume_from_path or "").expanduser()
+        if path is None:
             return None
         missing = " and no ".join(part for part in ("trainer.json", *self._parts) if not (path / part).exists())
         if missing:
