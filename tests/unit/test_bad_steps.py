@@ -41,6 +41,17 @@ def test_steps_in_which_the_actor_waits_for_the_critic_are_not_its_bad_steps(tmp
         assert steps.reason is None
 
 
+def test_steps_without_a_token_are_neither_good_nor_bad(tmp_path: Path) -> None:
+    steps = bad_steps(tmp_path, "trainer.max_bad_steps=2")
+    for number in range(1, 6):
+        steps.add(number, row(actor=(0, 0), critic=(0, 0)))
+        assert steps.reason is None
+    steps.add(6, row(actor=BAD, critic=GOOD))
+    steps.add(7, row(actor=(0, 0), critic=(0, 0)))
+    with pytest.raises(DivergedError, match="up to step 8 "):
+        steps.add(8, row(actor=BAD, critic=GOOD))
+
+
 def test_the_error_names_the_diverged_roles_and_their_keys(tmp_path: Path) -> None:
     steps = bad_steps(tmp_path, "trainer.max_bad_steps=1", "critic.optim.lr=7.0", "actor_rollout_ref.actor.grad_clip=9")
     with pytest.raises(DivergedError) as raised:

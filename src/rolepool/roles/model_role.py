@@ -181,7 +181,8 @@ class TrainedRole(ModelRole):
 
     def update(self, data: DataProto, ends_step: bool) -> dict[str, float]:
         """One epoch over the batch in mini-batches, with one optimizer step each. Returns the mean of each metric over
-        the mini-batches, the number of updates, and how many were skipped because their gradients were not finite.
+        the mini-batches, the number of updates, how many were skipped because their gradients were not finite, and how
+        many because no response of the mini-batch has a token.
 
         Ranks exchange their counts before the first mini-batch, and metrics are read after the last one, so that the
         host does not wait for the device in between."""
@@ -194,22 +195,35 @@ class TrainedRole(ModelRole):
             splits = [self.update_micro_batches.split(of_batch) for of_batch in lengths]
             of_batches = []
             for batch, count, split, of_batch in zip(batches, counts, splits, lengths, strict=True):
+                # There is nothing to learn from, but weight decay and momentum would change the weights. All ranks
+                # skip it together, because the counts are those of the whole mini-batch.
+                if count.num_tokens == 0:
+                    continue
                 loss_of = partial(self._loss_of_rows, batch, count)
                 of_batches.append(self.trained.step(split, loss_of, of_batch))
-            numbers = torch.stack([torch.stack([*metrics.values()]) for metrics in of_batches]).cpu()
-            columns = dict(zip(of_batches[0], numbers.unbind(dim=1), strict=True))
+            columns = _columns_of(of_batches)
             means = {name: float(column.mean()) for name, column in columns.items()}
             # The memory used on a rank's node. Divided by the number of ranks, the sum is a mean over ranks.
             node_memory_gb = psutil.virtual_memory().used / 2**30 / self.context.world_size
             *totals, memory_gb = sum_over_ranks([*means.values(), node_memory_gb], self.device)
             sums = dict(zip(means, totals, strict=True))
-        seconds, num_made = time.perf_counter() - start_s, int(columns["grad_norm"].isfinite().sum())
-        counted = {"updates": num_made, "skipped_updates": len(batches) - num_made, "lr": self.trained.learning_rate}
+        seconds = time.perf_counter() - start_s
+        num_made = int(columns["grad_norm"].isfinite().sum()) if of_batches else 0
+        counted = {
+            "updates": num_made,
+            "skipped_updates": len(of_batches) - num_made,
+            "empty_updates": len(batches) - len(of_batches),
+            "lr": self.trained.learning_rate,
+        }
         if ends_step:
             self.trained.num_updates += 1
-        metrics = {**sums, "grad_norm": means["grad_norm"], **counted}
+        if of_batches:
+            sums["grad_norm"] = means["grad_norm"]  # each rank has the norm of the whole pool
+        metrics = {**sums, **counted}
         named = {f"{self.role}/{key}": value for key, value in metrics.items()}
         named["perf/cpu_memory_used_gb"] = memory_gb
+        if not of_batches:
+            return named
         gpu_name = "" if self.device == "cpu" else torch.cuda.get_device_name()
         used = model_utilization(self.shape, lengths_of(data.batch[INPUT_IDS]), seconds, gpu_name)
         return named if used is None else {**named, f"perf/mfu/{self.role}": used}
@@ -237,6 +251,14 @@ class TrainedRole(ModelRole):
         """Load what any number of ranks saved there."""
         self.trained.wait_for_copies()
         load_trained(self.trained, Path(folder))
+
+
+def _columns_of(of_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The values of each metric in all mini-batches, in host memory. This waits for the device once."""
+    if not of_batches:
+        return {}
+    numbers = torch.stack([torch.stack([*metrics.values()]) for metrics in of_batches]).cpu()
+    return dict(zip(of_batches[0], numbers.unbind(dim=1), strict=True))
 
 
 def count_losses(masks: Iterable[Tensor], scale: float, device: str) -> list[LossCounts]:

@@ -126,7 +126,8 @@ def token_level_scores(rollouts: DataProto, scored: DataProto, num_tokens: int) 
 def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
     """Score, reward, advantage, return, value, length and entropy metrics of the batch, by verl's definitions.
 
-    A response without tokens is called aborted; its score and reward do not count.
+    A response without tokens is called aborted; its score and reward do not count. If all responses are aborted, there
+    are no metrics of scores, rewards, advantages, returns, values and log-probs.
     """
     tensors, mask, sizes = estimated.tensors, estimated.mask, estimated.sizes.batch
     num_prompt, num_response = (sizes[key] for key in SIZES)
@@ -157,15 +158,20 @@ def describe(estimated: Estimated, scored: DataProto) -> dict[str, float]:
         "actor/entropy": float(agg_loss(entropies, mask, actor_keys.loss_agg_mode, counts=counts)),
         "response/aborted_ratio": float(is_aborted.float().mean()),
         "perf/total_num_tokens": float((num_prompt + num_response).sum()),
-        **{f"{name}/clip_ratio": float(is_clipped.float().mean()) for name, (_, is_clipped) in lengths.items()},
     }
-    if "values" in tensors:
+    for name, (_, is_clipped) in lengths.items():
+        if len(is_clipped):
+            metrics[f"{name}/clip_ratio"] = float(is_clipped.float().mean())
+    has_tokens = not bool(is_aborted.all())
+    if "values" in tensors and has_tokens:
         values = tensors["values"]
         columns["critic/values"] = values[mask]
         metrics["critic/vf_explained_var"] = float(compute_explained_variance(tensors["returns"], values, mask))
-    if "rollout_log_probs" in scored.batch:
+    if "rollout_log_probs" in scored.batch and has_tokens:
         metrics.update(_probs_diff(scored, mask))
     for name, column in columns.items():
+        if not len(column):  # all responses are aborted, so there is no score and no advantage
+            continue
         metrics[f"{name}/mean"] = float(column.float().mean())
         metrics[f"{name}/max"] = float(column.max())
         metrics[f"{name}/min"] = float(column.min())

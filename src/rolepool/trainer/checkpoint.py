@@ -126,7 +126,8 @@ class Checkpoints:
 class BadSteps:
     """The number of bad steps in a row of each trained role.
 
-    A step is bad for a role that skipped all its updates of the step, because no gradient was finite.
+    A step is bad for a role that skipped all its updates of the step, because no gradient was finite. A step in which
+    no response has a token makes no update either, but says nothing about gradients: it does not count.
     """
 
     def __init__(self, loaded: LoadedConfig, checkpoints: Checkpoints) -> None:
@@ -146,7 +147,10 @@ class BadSteps:
             if f"{role}/updates" not in metrics:  # the actor, while the critic warms up
                 continue
             num_made, num_skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
-            self._num_in_a_row[role] = 0 if num_made else self._num_in_a_row[role] + 1
+            if num_made:
+                self._num_in_a_row[role] = 0
+            elif num_skipped:
+                self._num_in_a_row[role] += 1
             if num_skipped:
                 skipped.append(f"{num_skipped} of {num_made + num_skipped} updates of {role}")
         if skipped:
