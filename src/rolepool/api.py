@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.fitting import num_gpus
+from rolepool.config.schema import policy_loss_in_words
 from rolepool.data.rewards import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, DataError, PlacementError, explained
 from rolepool.files import write_atomically
@@ -218,7 +219,10 @@ def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
     warnings = list(find_warnings(config, made, on_cpus=False))
     problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
-    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed)
+    settings: dict[str, str] = {}
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
+        settings["policy loss"] = policy_loss_in_words(config)
+    return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed, settings)
 
 
 # From arguments to keys

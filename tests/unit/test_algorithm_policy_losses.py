@@ -57,15 +57,15 @@ def test_gspo_has_one_ratio_for_the_sequence_and_a_gradient_for_each_token() -> 
     # Ratios 2 and 0.605: the geometric mean is 1.1, inside of the clip range. L = -A * 1.1, and the gradient of each
     # token is -A * 1.1 / 2, because the mean over tokens divides by 2.
     inside = one_row((0.1, 0.2, 1.0), (0.4, 0.4 * 0.605, -2.0))
-    loss, metrics = loss_named("gspo")(inside, "token-sum", None)
+    loss, metrics = loss_named("gspo")(inside, "token-mean", None)
     assert loss.item() == pytest.approx((-1.1 + 2.2) / 2, rel=1e-12)
-    assert_close(gradient_of(loss_named("gspo"), inside, "token-sum"), [[-0.55, 1.1]])
+    assert_close(gradient_of(loss_named("gspo"), inside, "token-mean"), [[-0.55, 1.1]])
     assert metrics["pg_clipfrac"] == 0 and metrics["pg_clipfrac_lower"] == 0
     # Ratios 2 and 2: only the token with a positive advantage is clipped, to 1.28.
     outside = one_row((0.1, 0.2, 1.0), (0.1, 0.2, -1.0))
-    loss, metrics = loss_named("gspo")(outside, "token-sum", None)
+    loss, metrics = loss_named("gspo")(outside, "token-mean", None)
     assert loss.item() == pytest.approx((-1.28 + 2) / 2, rel=1e-12)
-    assert_close(gradient_of(loss_named("gspo"), outside, "token-sum"), [[0, 1]])
+    assert_close(gradient_of(loss_named("gspo"), outside, "token-mean"), [[0, 1]])
     assert metrics["pg_clipfrac"] == 0.5 and metrics["ppo_kl"].item() == pytest.approx(-math.log(2))
 
 
@@ -73,6 +73,30 @@ def test_the_ratio_of_gspo_is_at_most_exp_10_and_has_no_gradient_there() -> None
     batch = one_row((math.exp(-13), math.exp(-1), -1.0))  # the ratio is exp(12)
     assert loss_named("gspo")(batch, "token-sum", None)[0].item() == pytest.approx(math.exp(10), rel=1e-12)
     assert_close(gradient_of(loss_named("gspo"), batch, "token-sum"), [[0]])
+
+
+GSPO_ROWS = [[(0.0, math.log(1.1), 1.0), (0.0, math.log(1.1), 1.0)], [(0.0, 0.0, 2.0)]]
+"""A sequence of two tokens with ratio 1.1 and advantage 1, and one of a token with ratio 1 and advantage 2. No token
+is clipped, so the losses of the tokens are -1.1, -1.1 and -2."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", -(1.1 + 1.1 + 2) / 3),
+        ("token-sum", -(1.1 + 1.1 + 2)),
+        ("seq-mean-token-sum", -(1.1 + 1.1 + 2) / 2),
+        ("seq-mean-token-mean", -(1.1 + 2) / 2),
+        ("seq-mean-token-sum-norm", -(1.1 + 1.1 + 2) / 2 / 7),
+    ],
+)
+def test_gspo_is_aggregated_as_loss_agg_mode_says(mode: str, expected: float) -> None:
+    tokens = torch.zeros(2, 2, 3, dtype=torch.float64)
+    for row, values in enumerate(GSPO_ROWS):
+        tokens[row, : len(values)] = torch.tensor(values)
+    batch = MiniBatch(*tokens.unbind(dim=-1), torch.tensor([[1, 1], [1, 0]]))
+    loss, _ = loss_named("gspo")(batch, mode, LossCounts.of(batch.mask, 7.0))
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_gpg_is_reinforce() -> None:
@@ -255,7 +279,7 @@ def assert_agrees(name: str, batch: MiniBatch, mode: str, counts: LossCounts) ->
     """Compare loss, gradient and metrics of these rows, as a share of a mini-batch with these counts."""
     rows = list(kept_tokens(batch))
     tokens = list(SLOW[name](rows)) if rows else []
-    used = "seq-mean-token-mean" if name in ("gspo", "geo_mean") else mode
+    used = "seq-mean-token-mean" if name == "geo_mean" else mode
     expected_loss, expected_gradient = 0.0, torch.zeros_like(batch.new)
     places = iter(batch.mask.nonzero().tolist())
     for row in tokens:

@@ -185,6 +185,28 @@ def test_a_plan_says_where_mps_is_started(rolepool: Rolepool) -> None:
     assert "MPS" not in rolepool("plan", *pools, *roles).out
 
 
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (
+            "gspo",
+            "policy loss: gspo, aggregated by actor.loss_agg_mode=token-mean (its authors use seq-mean-token-mean)",
+        ),
+        (
+            "geo_mean",
+            "policy loss: geo_mean, always the mean over sequences (actor.loss_agg_mode=token-mean is not used)",
+        ),
+        ("cispo", "policy loss: cispo, aggregated by actor.loss_agg_mode=token-mean"),
+    ],
+)
+def test_a_plan_says_how_another_policy_loss_is_aggregated(rolepool: Rolepool, loss: str, line: str) -> None:
+    key = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+    out = rolepool("plan", key).out
+    assert line in " ".join(out.split())
+    title, _, words = line.partition(": ")
+    assert json.loads(rolepool("plan", "--json", key).out)["settings"][title] == words
+
+
 def test_a_cpu_plan_speaks_of_slots(rolepool: Rolepool) -> None:
     out = rolepool("plan", "recipes/demo_split.yaml").out
     assert out.startswith("2 pools on 2 of 2 CPU slots")

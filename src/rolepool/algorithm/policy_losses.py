@@ -85,7 +85,7 @@ def compute_policy_loss_vanilla(
     return torch.where(is_bad, torch.minimum(losses, bound), losses), metrics
 
 
-@_policy_loss("gspo", always="seq-mean-token-mean")
+@_policy_loss("gspo")
 def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> Loss:
     """GSPO (Zheng et al. 2025): PPO's clipped objective with one ratio for the whole sequence.
 
@@ -93,8 +93,8 @@ def compute_policy_loss_gspo(tokens: Tokens, config: ActorConfig, **_: Any) -> L
     s_it = sg(s_i) p_it / sg(p_it)               the value of s_i, and the gradient of log p_it
     L    = max(-A s_it, -A clip(s_it, 1 - low, 1 + high))
 
-    Aggregated as seq-mean-token-mean; loss_agg_mode is not used. pg_clipfrac is the fraction of tokens with the clipped
-    term.
+    The authors aggregate it as seq-mean-token-mean. Like all losses it is aggregated as loss_agg_mode says. pg_clipfrac
+    is the fraction of tokens with the clipped term.
     """
     mean = masked_mean(tokens.log_ratio, tokens.mask, axis=-1).detach().unsqueeze(-1)
     ratio = (tokens.log_prob - tokens.log_prob.detach() + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()

@@ -70,7 +70,8 @@ class PolicyModelConfig(Section):
 class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = "vanilla"
     """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or a function of your
-    own as module:function (docs/extending.md). gspo and geo_mean always use the mean over sequences, not loss_agg_mode.
+    own as module:function (docs/extending.md). gspo follows loss_agg_mode, too; its authors use seq-mean-token-mean.
+    geo_mean always uses the mean over sequences, not loss_agg_mode.
     clip_cov and kl_cov compare the tokens of one micro-batch, so their results depend on the size of micro-batches."""
     clip_cov_ratio: Fraction = 0.0002
     """Fraction of the tokens of a micro-batch whose loss clip_cov removes; at least one token."""

@@ -147,6 +147,18 @@ BOUNDS = {"minimum": "at least", "exclusiveMinimum": "greater than"}
 BOUNDS |= {"maximum": "at most", "exclusiveMaximum": "less than"}
 
 
+def policy_loss_in_words(config: Config) -> str:
+    """The policy loss, and how the losses of tokens become one number."""
+    actor = config.actor_rollout_ref.actor
+    name, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    if name == "geo_mean":
+        return f"{name}, always the mean over sequences (actor.loss_agg_mode={mode} is not used)"
+    words = f"{name}, aggregated by actor.loss_agg_mode={mode}"
+    if name == "gspo" and mode != "seq-mean-token-mean":
+        words += " (its authors use seq-mean-token-mean)"
+    return words
+
+
 # Rules about several keys: values that are each allowed, but contradict each other
 
 

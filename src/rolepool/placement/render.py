@@ -6,7 +6,7 @@ figure comes from the plan and the estimate.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from string import ascii_uppercase
 
@@ -54,6 +54,8 @@ class PlanSummary:
     """For each rollout engine, why it cannot run the policy, or None if it can; empty if the model is not on disk."""
     snapshot_bytes: int
     """The most shared memory that a node needs for snapshots; 0 if none are taken or their size is not known."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What training does, in words and by subject, if several keys or files decide it."""
 
     def __str__(self) -> str:
         return Text.from_ansi(self.to_terminal()).plain
@@ -108,6 +110,7 @@ class PlanSummary:
             "memory": {"pools": pools, "micro_batches": sizes, "unknown": self.memory.unknown}
             | {"snapshot_bytes": self.snapshot_bytes},
             "engines": dict(self.engines),
+            "settings": dict(self.settings),
             "problems": list(self.problems),
             "advice": [{"override": item.override, "excess_bytes": item.excess} for item in self.advice],
         }
@@ -207,6 +210,7 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     if summary.snapshot_bytes > GIB // 10:
         needed = f"{summary.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY}"
         yield "snapshots", f"{needed} on each node, to go on if a process dies"
+    yield from summary.settings.items()
     if reasons := [reason for reason in summary.engines.values() if reason is not None]:
         able = ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"
         yield "rollout engines for this model", "; ".join([able, *reasons])
