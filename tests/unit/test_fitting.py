@@ -172,7 +172,7 @@ def test_plan_says_if_this_machine_has_too_little_shared_memory_for_snapshots(
     )
     assert made.code == 0
     warning = (
-        "warning: snapshots need 22.1 GiB of /dev/shm, and 3.0 GiB are free; none will be taken, and if a process "
-        "dies, training goes on from the last checkpoint\n"
+        "warning: snapshots need 22.1 GiB of /dev/shm, and 3.0 GiB are free; none is taken until there is room, "
+        "and if a process dies, training resumes from the last checkpoint\n"
     )
     assert made.err == (warning if warns else "")

@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "transformers", "matplotlib")
 
 # The order of docs/architecture.md: each part may import those of earlier lines.
 ORDER = [
-    {"errors", "files", "quick_imports", "seeds"},
+    {"errors", "files", "quick_imports", "seeds", "units"},
     {"config"},
     {"placement"},
     {"metrics"},
@@ -30,9 +30,19 @@ ORDER = [
     {"cli"},
 ]
 MAY_IMPORT = {part: set().union(*ORDER[:level]) for level, parts in enumerate(ORDER) for part in parts}
-MAY_IMPORT["cluster"] = {"errors", "files", "quick_imports", "seeds", "config", "placement", "metrics", "protocol"}
-MAY_IMPORT["planner"] = {"errors", "config", "placement", "metrics"}
-MAY_IMPORT["report"] = {"errors", "files", "config", "placement", "metrics", "planner"}
+MAY_IMPORT["cluster"] = {
+    "errors",
+    "files",
+    "quick_imports",
+    "seeds",
+    "units",
+    "config",
+    "placement",
+    "metrics",
+    "protocol",
+}
+MAY_IMPORT["planner"] = {"errors", "units", "config", "placement", "metrics"}
+MAY_IMPORT["report"] = {"errors", "files", "units", "config", "placement", "metrics", "planner"}
 MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["terminal"] = {"errors", "command_line"}
 for part in ("placement", "report", "trainer", "cli"):
@@ -42,7 +52,7 @@ MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
 WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
-WITHOUT_TORCH |= {"quick_imports", "terminal"}
+WITHOUT_TORCH |= {"quick_imports", "terminal", "units"}
 WITH_RAY = {"cluster"}
 
 

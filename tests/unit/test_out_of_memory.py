@@ -28,7 +28,6 @@ from rolepool.protocol.worker import (
     free_bytes,
     is_out_of_memory,
     made_in,
-    show_bytes,
     wanted_bytes,
 )
 from rolepool.roles.actor_critic import Actor, Reference
@@ -89,14 +88,6 @@ def test_the_lines_say_who_wanted_what_and_what_to_change() -> None:
     unknown, no_advice = explain_out_of_memory("a rank", MemoryError(), "cpu", [])
     assert "it asked for more memory, and" in unknown
     assert no_advice == "advice is in docs/troubleshooting.md, under Memory"
-
-
-@pytest.mark.parametrize(
-    ("amount", "shown"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 * GIB // 2, "1.5 GiB"), (2**70, "1024.0 EiB")],
-)
-def test_amounts_are_shown_in_the_unit_that_fits(amount: int, shown: str) -> None:
-    assert show_bytes(amount) == shown
 
 
 def test_what_is_free_in_host_memory_is_what_the_system_can_give() -> None:

@@ -19,6 +19,7 @@ from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
 from rolepool.placement.plan import Plan, build_plan
 from rolepool.placement.roles import ROLE_SPECS, Role, longest_row, model_of
+from rolepool.units import show_bytes
 
 MAX_ADVICE = 4
 MAX_COMBINED = 4
@@ -66,8 +67,9 @@ def find_snapshot_warnings(needed: int) -> Iterator[str]:
     """A line if the snapshots of a run on this machine, `needed` bytes, do not fit in its shared memory."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
     if needed > free:
-        what = f"snapshots need {needed / GIB:.1f} GiB of {SHARED_MEMORY}, and {free / GIB:.1f} GiB are free"
-        yield f"{what}; none will be taken, and if a process dies, training goes on from the last checkpoint"
+        what = f"snapshots need {show_bytes(needed)} of {SHARED_MEMORY}, and {show_bytes(free)} are free"
+        effect = "none is taken until there is room, and if a process dies, training resumes from the last checkpoint"
+        yield f"{what}; {effect}"
 
 
 def _groups(config: Config, plan: Plan) -> Iterator[str]:

@@ -18,6 +18,7 @@ from rolepool.placement.checks import Advice
 from rolepool.placement.estimate import GIB, PROCESS_OVERHEAD_BYTES, SHARED_MEMORY, MemoryEstimate
 from rolepool.placement.plan import Plan
 from rolepool.terminal import Terminal
+from rolepool.units import show_bytes
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 NO_WRAP = ("node", "ranks", "memory", "memory per GPU")
@@ -208,7 +209,7 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
         if plan.mps and plan.sharing_pools:
             yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
     if summary.snapshot_bytes > GIB // 10:
-        needed = f"{summary.snapshot_bytes / GIB:.1f} GiB of {SHARED_MEMORY}"
+        needed = f"{show_bytes(summary.snapshot_bytes)} of {SHARED_MEMORY}"
         yield "snapshots", f"{needed} on each node, to go on if a process dies"
     yield from summary.settings.items()
     if reasons := [reason for reason in summary.engines.values() if reason is not None]:
@@ -219,10 +220,10 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
 def _warnings(estimate: MemoryEstimate, advice: Sequence[Advice]) -> Iterator[str]:
     for name, memory in estimate.pools.items():
         if memory.excess:
-            amount = f"by {memory.excess / GIB:.1f} GiB while {memory.peak_role} computes"
+            amount = f"by {show_bytes(memory.excess)} while {memory.peak_role} computes"
             yield f"warning: {name} does not fit {amount} (an estimate; it does not stop the run)"
     if estimate.excess and not advice:
         yield "  no change that was tried helps; use more GPUs or a smaller model"
     for item in advice:
-        effect = f"still {item.excess / GIB:.1f} GiB too much" if item.excess else "fits"
+        effect = f"still {show_bytes(item.excess)} too much" if item.excess else "fits"
         yield f"  try {item.override}  {effect}"

@@ -26,6 +26,7 @@ from rolepool.placement.estimate import GIB, MemoryEstimate, estimate_memory, sh
 from rolepool.placement.plan import Plan, Schedule, ScheduledCall
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Role
 from rolepool.planner.profile import NO_ROLE, REST, SYNC, SYNC_BETWEEN, Profile, Recording, Seconds, Work, ranks_of
+from rolepool.units import show_bytes
 
 INTERVAL = 1.64
 """Standard deviations on each side of a prediction: nine of ten results of the model are inside."""
@@ -208,7 +209,7 @@ class Predictor:
         PlacementError.raise_if_any(find_problems(config, plan))
         memory, schedule, notes = self.memory(config, plan), self.schedule_of(config), self._notes(config, plan)
         if memory.excess:
-            raise PlacementError(f"{name}: does not fit in memory, by {memory.excess / GIB:.1f} GiB")
+            raise PlacementError(f"{name}: does not fit in memory, by {show_bytes(memory.excess)}")
         seconds = {call.operation: self.seconds(config, plan, call, memory, schedule) for call in schedule.calls[:-1]}
         found = []
         for sign, change in ((0, 0.0), (-1, UNKNOWN_SHARING), (1, -UNKNOWN_SHARING)):

@@ -25,6 +25,7 @@ import torch
 from rolepool.errors import DataError
 from rolepool.metrics.spans import Part
 from rolepool.seeds import derive_seed
+from rolepool.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,6 @@ def _cuda_event() -> Any:
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts in a RuntimeError of torch's CPU allocator and of CUDA libraries with their own allocators."""
 _WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -300,12 +300,6 @@ def free_bytes(device: str) -> int:
     held = torch.cuda.memory_reserved()
     allowed = int(total * torch.cuda.get_per_process_memory_fraction()) - held
     return max(0, min(free, allowed)) + held - torch.cuda.memory_allocated()
-
-
-def show_bytes(amount: int) -> str:
-    """The amount in its largest unit, such as "1.5 GiB"."""
-    power = min(max(0, amount.bit_length() - 1) // 10, len(_UNITS) - 1)
-    return f"{amount / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
 
 
 # --- random generators --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from rolepool.report.findings import duration
 from rolepool.report.plots import colors_for
 from rolepool.report.run import finite_values, parts_of, read_run, sampled_lines, state_of
 from rolepool.terminal import Terminal
+from rolepool.units import show_bytes
 
 LAST_STEPS = 5
 """Steps over which a pool's busy fraction is averaged."""
@@ -105,7 +106,7 @@ class WatchedRun:
         busy = self._recent(f"pool/{pool}/busy_fraction")[-LAST_STEPS:]
         more = [f"busy {fmean(busy):.0%}"] if busy else []
         more += [f"use {percent:.0f}%" for percent in self._recent(f"pool/{pool}/utilization")[-1:]]
-        more += [f"{gib:.1f} GiB" for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]]
+        more += [show_bytes(gib * 2**30) for gib in self._recent(f"pool/{pool}/peak_memory_gb")[-1:]]
         return Text(", ".join([words, *more]))
 
 

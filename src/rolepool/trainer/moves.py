@@ -23,7 +23,7 @@ from rolepool.errors import ConfigError, PlacementError, RolepoolError, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
-from rolepool.placement.estimate import GIB, estimate_memory
+from rolepool.placement.estimate import estimate_memory
 from rolepool.placement.plan import detect_gpu_memory
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
@@ -31,6 +31,7 @@ from rolepool.planner.search import places, search
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
 from rolepool.report.run import open_run, read_run, state_of
 from rolepool.trainer.paper import schedule_of
+from rolepool.units import show_bytes
 
 if TYPE_CHECKING:
     from rolepool.cluster import Prepared
@@ -80,7 +81,7 @@ def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before:
         problems.append("placement.mps=true: a run with MPS cannot move; stop it, and resume it with the new placement")
     for name, memory in estimate_memory(config, plan, gpu_memory_bytes).pools.items():
         if memory.excess:
-            too_much = f"{name} needs about {memory.excess / GIB:.1f} GiB more than a GPU has"
+            too_much = f"{name} needs about {show_bytes(memory.excess)} more than a GPU has"
             problems.append(f"{too_much}; `rolepool plan` shows what would help")
     PlacementError.raise_if_any(problems)
 
