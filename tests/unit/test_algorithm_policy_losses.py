@@ -93,7 +93,7 @@ is clipped, so the losses of the tokens are -1.1, -1.1 and -2."""
 def test_gspo_is_aggregated_as_loss_agg_mode_says(mode: str, expected: float) -> None:
     tokens = torch.zeros(2, 2, 3, dtype=torch.float64)
     for row, values in enumerate(GSPO_ROWS):
-        tokens[row, : len(values)] = torch.tensor(values)
+        tokens[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
     batch = MiniBatch(*tokens.unbind(dim=-1), torch.tensor([[1, 1], [1, 0]]))
     loss, _ = loss_named("gspo")(batch, mode, LossCounts.of(batch.mask, 7.0))
     assert loss.item() == pytest.approx(expected, rel=1e-12)
