@@ -15,13 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import pytest
-from train_helpers import small_keys
+from train_helpers import ONE_RANK, rows_of, small_keys, train
 
 from rolepool.config import load_config
 from rolepool.data.demo import Demo
 from rolepool.errors import PlacementError
 from rolepool.metrics import Span
+from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
 from rolepool.report.run import read_logs, read_run
 from rolepool.trainer.loop import SAME_SIGNAL_S, Observer, Trainer
@@ -125,6 +127,41 @@ def test_a_run_that_will_save_nothing_says_so_before_its_processes_start(
     lost = "no checkpoint will be saved (trainer.save_freq=-1): if the driver is killed, all its steps are lost"
     nothing = [lost] if save_freq == "-1" else []
     assert said.lines == [*nothing, "starting 2 processes"]
+
+
+def test_the_console_of_a_run_with_a_killed_process_is_plain_text_with_responses_at_its_end(
+    demo: Demo, tmp_path: Path
+) -> None:
+    keys = small_keys(demo, tmp_path, *ONE_RANK, "trainer.total_training_steps=30", "data.val_files=[]")
+    run = start(demo, *keys, "trainer.logger=[console]", "trainer.test_freq=null")
+    assert run.stdout is not None
+    output = ""
+    for line in run.stdout:
+        output += line
+        if line.startswith("step 2/30"):
+            worker_of(run).kill()
+    assert run.wait(timeout=120) == 0, output
+    assert "died" in output, "the line of rolepool about the death"
+    assert "\x1b" not in output, "no colours, as nobody looks at a terminal"
+    assert "A worker died or was killed" not in output
+    assert "\nresponses of training step 30\n" in output
+    assert "validation" not in output
+
+
+def worker_of(run: subprocess.Popen[str]) -> psutil.Process:
+    """The process of a run's only pool."""
+    children = psutil.Process(run.pid).children(recursive=True)
+    return next(child for child in children if re.search("WorkerProcess|_pool/0", " ".join(child.cmdline())))
+
+
+def test_a_run_with_validation_data_validates_after_its_last_step(demo: Demo, tmp_path: Path, one_ray: None) -> None:
+    keys = [*ONE_RANK, "trainer.total_training_steps=2", "trainer.test_freq=null", "trainer.val_before_train=false"]
+    train(demo, tmp_path, *keys)
+    steps = [row["step"] for row in rows_of(tmp_path) if validation_score(row) is not None]
+    assert steps == [2]
+    (file,) = (tmp_path / "validation").iterdir()
+    sample = json.loads(file.read_text().splitlines()[0])
+    assert sample["prompt"] == f"{sample['question']} ="
 
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"

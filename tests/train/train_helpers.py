@@ -33,6 +33,7 @@ def small_keys(demo: Demo, folder: Path, *more: str) -> list[str]:
         "trainer.device=cpu",
         "trainer.logger=[]",
         "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
         f"trainer.default_local_dir={folder}",
         *more,
     ]

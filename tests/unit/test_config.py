@@ -192,7 +192,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "experiment_name": NOT_SAID,
         "logger": ["console"],
         "save_freq": None,
-        "test_freq": -1,
+        "test_freq": None,
         "val_before_train": True,
         "val_only": False,
         "critic_warmup": 0,

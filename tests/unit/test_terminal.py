@@ -49,7 +49,7 @@ def test_the_lines_and_samples_of_a_run_are_escaped(capsys: pytest.CaptureFixtur
     console = TrainingConsole(["verl", "console"])
     console.on_notice(HOSTILE)
     console.on_row(3, {f"val-core/{HOSTILE}/reward/mean@1": 0.5})
-    sample = dict.fromkeys(("prompt", "response", "ground_truth"), HOSTILE)
+    sample = dict.fromkeys(("question", "response", "ground_truth"), HOSTILE)
     console.on_samples(3, [{**sample, "score": 1.0}])
     console.print_summary(f"runs/{HOSTILE}")
     output = capsys.readouterr().out

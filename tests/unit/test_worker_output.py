@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
 
 from rolepool.cluster import process
 from rolepool.cluster.process import MAX_LINES, LimitedOutput
+from rolepool.errors import logger
 
 
 def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,19 @@ def test_a_flood_is_cut_on_the_console_and_counted(tmp_path: Path, monkeypatch: 
 def test_a_process_that_prints_nothing_has_no_file(tmp_path: Path) -> None:
     LimitedOutput(io.StringIO(), tmp_path / "logs" / "pool-0.log").flush()
     assert not (tmp_path / "logs").exists()
+
+
+def test_details_are_only_in_the_file(tmp_path: Path) -> None:
+    console, file = io.StringIO(), tmp_path / "logs" / "pool-0.log"
+    root, before = logging.getLogger(), (logger.handlers, logger.level)
+    handler = logging.StreamHandler(LimitedOutput(console, file))
+    root.addHandler(handler)
+    try:
+        process._write_details_to(handler.stream)
+        logger.debug("compiled a part")
+        logger.info("loaded")
+    finally:
+        root.removeHandler(handler)
+        logger.handlers, logger.level = before
+    assert console.getvalue() == "loaded\n"
+    assert file.read_text() == "DEBUG rolepool: compiled a part\nloaded\n"

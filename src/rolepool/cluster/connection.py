@@ -38,6 +38,9 @@ SYSTEM_CONFIG = {"task_events_report_interval_ms": 0}
 them (benchmarks/gcs_memory.py)."""
 PARTS = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which Ray does not work."""
+RAY_PARAGRAPHS = ("Raylet is terminated", "A worker died or was killed while executing a task")
+"""How the paragraphs begin that Ray prints after a death, with up to 40 lines of a log. rolepool says what happened."""
+COLOUR_SWITCH = "RAY_COLOR_PREFIX"
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
 import resource, sys
@@ -79,6 +82,7 @@ def connect(address: str | None, num_cpus: int, device: str) -> Callable[[], Non
 def _init_ray(**options: Any) -> None:
     """Start or join Ray, and keep the program's handler of SIGTERM, because Ray sets one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
+    _limit_what_ray_prints()
     # With the default policy, the threads of several processes waste the time of a few cores by active waiting.
     environment = {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
     # A local Ray uses the loopback address, so that other machines cannot reach its ports. Ray has this for Windows and
@@ -95,6 +99,15 @@ def _init_ray(**options: Any) -> None:
         ray_constants.ENABLE_RAY_CLUSTER = joins_clusters
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
+
+
+def _limit_what_ray_prints() -> None:
+    """Drop the paragraphs of Ray that rolepool replaces with a line of its own, and colours outside of a terminal."""
+    ray_logging.stdout_deduplicator.skip_re = re.compile(f"^({'|'.join(RAY_PARAGRAPHS)})")
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: the shell closed it
+    if os.environ.get("NO_COLOR") or not all(stream.isatty() for stream in streams):
+        # Ray reads this variable whenever it prints a line of a worker. Without it, lines in a file have colours, too.
+        os.environ.setdefault(COLOUR_SWITCH, "0")
 
 
 def _probe(address: str) -> None:
@@ -137,8 +150,6 @@ def _refusal(address: str, error: Exception) -> str:
 def _start_local_ray(**options: Any) -> None:
     """Start Ray, and once more with a longer time limit if it does not start, because a busy machine can be too slow
     for Ray's own limits. Raises PlacementError."""
-    # If the raylet dies, Ray prints 40 lines of its log. `raise_if_ray_died` says what happened.
-    ray_logging.stdout_deduplicator.skip_re = re.compile("^Raylet is terminated")
     # "local" never joins another Ray that happens to run on this machine.
     options |= {"address": "local", "include_dashboard": False, "_system_config": SYSTEM_CONFIG}
     try:

@@ -47,6 +47,7 @@ from rolepool.protocol.futures import Reply, encode_result
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 MAX_LINES = 50
 INTERVAL_S = 5.0
 """So many lines of output are shown in each interval of this length."""
@@ -115,6 +116,7 @@ class WorkerProcess:
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(sys.stderr)
+        _write_details_to(sys.stderr)
 
     @ray.method(concurrency_group="health")
     def why_missing(self, path: str) -> str | None:
@@ -142,7 +144,7 @@ class WorkerProcess:
         # Ray reads this line, and prints the name before every later line.
         for stream in (sys.stdout, sys.stderr):
             print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", force=True)
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
         self._context = context = replace(context, device=_device_for(context.device))
         if context.device == "cpu":
             torch.set_num_threads(1)
@@ -319,12 +321,16 @@ class LimitedOutput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def write(self, text: str) -> int:
+    def write_to_file(self, text: str) -> None:
+        """Write to the file and not to the console."""
         with suppress(OSError):  # the code that prints must not fail on a full disk
             if self._file is None:  # a process that prints nothing needs no file
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
             self._file.write(text)
+
+    def write(self, text: str) -> int:
+        self.write_to_file(text)
         self._end_interval()
         for line in text.splitlines(keepends=True):
             if self._num_lines < MAX_LINES:
@@ -342,3 +348,24 @@ class LimitedOutput:
             if (num_hidden := self._num_lines - MAX_LINES) > 0:
                 self._stream.write(f"... {num_hidden} more lines are not shown here; all lines are in {self._path}\n")
             self._num_lines, self._since_s = 0, time.monotonic()
+
+
+class _Details(logging.Handler):
+    """Writes log records below INFO to the file of the process. They are of use only if somebody looks for a cause."""
+
+    def __init__(self, output: LimitedOutput) -> None:
+        super().__init__()
+        self._output = output
+        self.setFormatter(logging.Formatter(LOG_FORMAT))
+        self.addFilter(lambda record: record.levelno < logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.write_to_file(f"{self.format(record)}\n")
+
+
+def _write_details_to(output: LimitedOutput) -> None:
+    """Write rolepool's log records below INFO to the file of this output, and not to the console."""
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.INFO)  # the level of the root logger does not hold for records of other loggers
+    logger.handlers = [_Details(output)]
+    logger.setLevel(logging.DEBUG)

@@ -79,7 +79,7 @@ class LoadedConfig:
             fix = f"run scripts/setup_vllm.sh, which makes .venv-vllm, or {FALLBACK}"
             problems.append(f"actor_rollout_ref.rollout.name=vllm: {where}; {fix}")
         for key in ("trainer.test_freq", "trainer.val_only"):
-            if self.value_of(key) > 0 and not self.config.data.val_files:
+            if (self.value_of(key) or 0) > 0 and not self.config.data.val_files:
                 fix = f"set data.val_files, or remove {key}"
                 problems.append(f"{key}={show(self.value_of(key))}: there are no validation prompts; {fix}")
         for name in self.config.trainer.logger:

@@ -146,8 +146,8 @@ class TrainerConfig(Section):
     line for each step, verl prints the long line of train.log, with all metrics. file means metrics.jsonl."""
     save_freq: CountOrMinusOne | None = None
     """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
-    test_freq: CountOrMinusOne = -1
-    """Validate every N steps; -1 never validates."""
+    test_freq: CountOrMinusOne | None = None
+    """Validate every N steps and after the last step; null validates only after the last step, -1 never validates."""
     val_before_train: bool = True
     """Validate before the first step if data.val_files is set."""
     val_only: bool = False

@@ -157,7 +157,7 @@ def has_compiler() -> bool:
     @on_compile_end
     def end(args: Any) -> None:
         trigger, seconds = args.callback_trigger.name.lower(), time.perf_counter() - started_s[-1]
-        logger.info("compiled a part of the model (%s) in %.1f s", trigger, seconds)
+        logger.debug("compiled a part of the model (%s) in %.1f s", trigger, seconds)
 
     return True
 

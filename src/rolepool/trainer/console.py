@@ -53,6 +53,9 @@ class Observer:
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """A validation generated these responses and scored them."""
 
+    def on_training_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Some responses of the last training step, if no validation follows it."""
+
 
 class TrainingConsole(Observer):
     """Shows metrics as they arrive. Use it as the `observer` of a Trainer, inside `with console.progress_of(steps)`.
@@ -73,6 +76,7 @@ class TrainingConsole(Observer):
         self._task = self.progress.add_task("starting", total=None)
         self.rewards: list[float] = []
         self._samples: list[dict[str, Any]] = []
+        self._samples_title = ""
         self.validations: list[tuple[int, float]] = []
 
     def progress_of(self, num_steps: int) -> Progress:
@@ -112,23 +116,44 @@ class TrainingConsole(Observer):
 
     def on_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self._samples = samples[:NUM_SHOWN_SAMPLES]
+        self._samples_title = f"validation after step {step}"
         if self._on_validation is not None:
             self._on_validation(step, self._metrics, samples)
 
+    def on_training_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        self._samples = samples
+        self._samples_title = f"responses of training step {step}"
+
     def print_summary(self, run_folder: Path) -> None:
-        """Print some responses of the last validation, the reward curve, the number of restarts, and the run folder."""
+        """Print the newest responses, the reward curve, the scores of validations, the number of restarts, and the run
+        folder."""
         if self._samples:
-            table = Table(title="validation", title_justify="left")
-            for column in ("prompt", "response", "ground truth", "score"):
-                table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
-            for row in self._samples:
-                table.add_row(*(printable(str(row[key])) for key in ("prompt", "response", "ground_truth", "score")))
-            self._console.print(table)
+            self._console.print(self._table_of_samples())
         if self.rewards:
             self._console.print(f"reward  {sparkline(self.rewards)}  {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}")
         if self.validations:
-            (first_step, before), (last_step, after) = self.validations[0], self.validations[-1]
-            self._console.print(f"validation: {before:.3f} after step {first_step}, {after:.3f} after step {last_step}")
+            self._console.print(validations_in_words(self.validations))
         if num_restarts := len(event_lines(Path(run_folder), "restart")):
             self._console.print(f"restarts: {num_restarts}; `rolepool report {run_folder}` lists them")
         self._console.print(f"run folder: {run_folder}")
+
+    def _table_of_samples(self) -> Table:
+        table = Table(title=self._samples_title, title_justify="left")
+        for column in ("question", "response", "ground truth", "score"):
+            table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=40)
+        for row in self._samples:
+            table.add_row(*(cell(row[key]) for key in ("question", "response", "ground_truth", "score")))
+        return table
+
+
+def cell(value: object) -> str:
+    """A value in one line of a table; numbers are rounded."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return printable(" ".join(str(value).split()))
+
+
+def validations_in_words(validations: Sequence[tuple[int, float]]) -> str:
+    """`validation: 0.090 after step 0, 0.996 after step 60`: the first and the last validation of this run."""
+    ends = [validations[0], validations[-1]] if len(validations) > 1 else validations
+    return "validation: " + ", ".join(f"{score:.3f} after step {step}" for step, score in ends)

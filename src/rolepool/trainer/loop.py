@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,7 @@ from rolepool.placement.roles import ROLE_SPECS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Snapshots, Source
+from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
@@ -91,7 +93,9 @@ class Trainer:
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
         check_prompts(self.config, models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
-        self.save_freq = keys.save_freq or self.num_steps  # -1 stays -1: never
+        # -1 stays -1, which means never. Without a number it happens once, after the last step.
+        self.save_freq = keys.save_freq or self.num_steps
+        self.test_freq = keys.test_freq or self.num_steps
         self.estimator = Estimator(self.config)
         self.step = step_of(self.config, self.estimator.needs)
         self.folder = RunFolder(keys.default_local_dir)
@@ -246,6 +250,9 @@ class Trainer:
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
             samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
+        if number == self.num_steps and not self._validates_at_the_end:
+            samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
+            self.observer.on_training_samples(number, list(islice(samples, NUM_SHOWN_SAMPLES)))
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         lengths = step.estimated.lengths
         step.estimated.metrics.update(length_metrics(self.config, lengths, self.roles.actor.dp_size, number))
@@ -263,14 +270,23 @@ class Trainer:
                 self.interrupt.in_steps = True
             return
         is_last = number == self.num_steps
-        tests, saves = (every > 0 and (number % every == 0 or is_last) for every in (keys.test_freq, self.save_freq))
-        if not (tests or saves or is_last or self.interrupt.asked):
+
+        def is_due(every: int) -> bool:
+            """Whether something that happens every so many steps happens after this one."""
+            return every > 0 and (number % every == 0 or is_last)
+
+        validates, saves = is_due(self.test_freq), is_due(self.save_freq)
+        if not (validates or saves or is_last or self.interrupt.asked):
             return
         self._finish()
-        if tests and not self.interrupt.asked:
+        if validates and not self.interrupt.asked:
             self._validate(number)
         if (saves or (self.save_freq > 0 and self.interrupt.asked)) and not self._save(number):
             self.observer.on_notice(f"step {number} is not saved because {self.bad_steps.reason}")
+
+    @property
+    def _validates_at_the_end(self) -> bool:
+        return self.val_prompts is not None and self.test_freq > 0
 
     def _position(self, number: int) -> Position:
         kl_controller = {"value": self.estimator.kl_controller.value}

@@ -126,12 +126,26 @@ def samples_of(
         numbers = dict(graded[index].numbers)
         sample = {
             "prompt": tokenizer.decode(columns["raw_prompt_ids"][index], skip_special_tokens=True),
+            "question": question_of(columns["raw_prompt"][index]),
             "response": tokenizer.decode(response, skip_special_tokens=True),
             "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
             "score": numbers.pop("reward"),
             "data_source": columns["data_source"][index],
         }
         yield {**sample, **numbers, **sample}  # a number with the name of a column does not replace it
+
+
+def question_of(prompt: Any) -> str:
+    """What a prompt asks, without the words of the chat template: the last message of the user, or a prompt that is a
+    plain string."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message for message in prompt if message.get("role") == "user"] or list(prompt)
+    content = asked[-1].get("content") if asked else ""
+    if isinstance(content, str):
+        return content
+    pieces = [piece.get("text") for piece in content or () if isinstance(piece, Mapping)]
+    return " ".join(piece for piece in pieces if isinstance(piece, str))
 
 
 def _scored_responses(data_sources: Iterable[str], scored: DataProto) -> list[ScoredResponse]:
