@@ -1,6 +1,6 @@
 """The memory estimate: how many bytes every role and every pool need on one GPU, and how large micro-batches are.
 
-Owns the formulas, which docs/placement.md derives. Chooses every micro-batch size that the config does not set, and
+Owns the formulas, which docs/memory.md shows. Chooses every micro-batch size that the config does not set, and
 whether activations are kept. The choice is made once, here, from the GPU's memory: `plan` shows it, and the workers use
 it. A plan that does not fit is a warning and never stops a run.
 """
