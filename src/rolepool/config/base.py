@@ -1,14 +1,23 @@
-"""What all sections of the config share: the base class, the value types, defaults that follow another key.
+"""What all sections of the config share: the base class, the value types, defaults that follow another key, and checks
+of a config in which some values are not known.
 
 Owns the rules for all keys. Does not know any key by name.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
+
+from rolepool.errors import collected
+
+
+class UnknownValue(Exception):
+    """A check has read a key whose value is not known, because what the user wrote there is wrong."""
 
 
 class Section(BaseModel):
@@ -31,6 +40,38 @@ class Section(BaseModel):
         """A copy in which the key at this dotted path, below this section, has another value."""
         first, _, rest = path.partition(".")
         return self.model_copy(update={first: getattr(self, first).with_value(rest, value) if rest else value})
+
+    def without_value(self, path: str) -> Self:
+        """A copy in which the key, or the section, at this dotted path has no value. Reading it raises UnknownValue."""
+        first, _, rest = path.partition(".")
+        if rest:
+            return self.model_copy(update={first: getattr(self, first).without_value(rest)})
+        copied = self.model_copy()
+        vars(copied).pop(first, None)
+        return copied
+
+    # Python calls this only if the attribute does not exist. It is hidden from mypy, which would otherwise accept every
+    # name.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise UnknownValue(name)
+            return super().__getattr__(name)
+
+
+def lines_of(*checks: Iterable[str]) -> list[str]:
+    """The lines of all checks, in their order: one for each problem. Each check is a generator.
+
+    A check that reads an unknown value ends there, and the other checks continue. The lines of a RolepoolError that a
+    check raises are problems like all others.
+    """
+    lines: list[str] = []
+    for check in checks:
+        with suppress(UnknownValue), collected(lines):
+            for line in check:
+                lines.append(line)
+    return lines
 
 
 def follows(key: str) -> Any:

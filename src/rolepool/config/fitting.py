@@ -12,6 +12,16 @@ from rolepool.config.schema import Config, divisor_near
 
 MAX_CPU_SLOTS = 8
 """Most CPU processes that are used if the user does not set a number."""
+PROMPT_KEY, RESPONSE_KEY = "data.max_prompt_length", "data.max_response_length"
+MODEL_KEYS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config")
+MINI_BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
+FITTED_TO = {
+    PROMPT_KEY: (*MODEL_KEYS, RESPONSE_KEY),
+    RESPONSE_KEY: (*MODEL_KEYS, PROMPT_KEY),
+    MINI_BATCH_KEY: ("data.train_batch_size",),
+    "trainer.n_gpus_per_node": ("trainer.device",),
+}
+"""The keys that have such a default, and the keys that it depends on."""
 HIDDEN = ("", "-1", "NoDevFiles")
 """Entries of CUDA_VISIBLE_DEVICES that are no GPU."""
 
@@ -47,20 +57,24 @@ def num_slots(device: str) -> int:
 
 
 def fitted_defaults(config: Config, set_keys: Container[str]) -> dict[str, int]:
-    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys.
+    """Other defaults for the keys that are not in `set_keys` and whose defaults do not fit the other keys."""
+    fitted = {**_fitted_lengths(config, set_keys), **_fitted_mini_batch(config)}
+    return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}
 
-    The policy must have positions for both lengths. If neither is set, the prompt gets at most half of the positions.
-    """
-    mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    prompt_key, response_key = "data.max_prompt_length", "data.max_response_length"
-    model, prompt, response = config.actor_rollout_ref.model, config.at(prompt_key), config.at(response_key)
+
+def _fitted_lengths(config: Config, set_keys: Container[str]) -> dict[str, int]:
+    """The policy must have positions for both lengths. If neither is set, the prompt gets at most half of the
+    positions."""
+    model, prompt, response = config.actor_rollout_ref.model, config.at(PROMPT_KEY), config.at(RESPONSE_KEY)
     with suppress(ValueError, TypeError, AttributeError):  # not on disk, or it does not say how many positions it has
         positions = num_positions(read_model_file(model.path, model.override_config))
-        room = positions - response if response_key in set_keys else positions // 2
-        if prompt_key not in set_keys and room > 0:
+        room = positions - response if RESPONSE_KEY in set_keys else positions // 2
+        if PROMPT_KEY not in set_keys and room > 0:
             prompt = min(prompt, room)
         if positions > prompt:
             response = min(response, positions - prompt)
-    fitted = {prompt_key: prompt, response_key: response}
-    fitted[mini_batch] = divisor_near(config.data.train_batch_size, config.at(mini_batch))
-    return {key: value for key, value in fitted.items() if key not in set_keys and value != config.at(key)}
+    return {PROMPT_KEY: prompt, RESPONSE_KEY: response}
+
+
+def _fitted_mini_batch(config: Config) -> dict[str, int]:
+    return {MINI_BATCH_KEY: divisor_near(config.data.train_batch_size, config.at(MINI_BATCH_KEY))}

@@ -40,6 +40,8 @@ ENGINES = {
 OTHER_ENGINES = ("sglang", "trtllm")
 """Engines that scripts of other trainers name and that rolepool cannot run yet."""
 
+EXTENDABLE = ("roles.", "placement.roles.", "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+"""How keys begin that an extension can add, or whose values it can add."""
 EXTENSIONS: list[str] = []
 """The extensions that this process has imported. Worker processes import the same ones."""
 

@@ -9,10 +9,10 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from rolepool.config.base import Items, Section, read_table
-from rolepool.config.fitting import fitted_defaults, num_slots
-from rolepool.config.functions import OTHER_ENGINES, import_extensions
+from rolepool.config.base import Items, Section, lines_of, read_table
+from rolepool.config.fitting import FITTED_TO, fitted_defaults, num_slots
+from rolepool.config.functions import EXTENDABLE, OTHER_ENGINES, import_extensions
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.config.sources import load_file
 from rolepool.errors import ConfigError, collected, explained, first_few, one_line
@@ -35,6 +35,9 @@ MIN_SIMILARITY = 0.9
 """How similar a key must be to the one that the user wrote. 1.0 is equal."""
 NULL_IS_UNSET = ("reward_model.", "custom_reward_function.")
 """Sections in which null in a file means that the key is not set: newer files of verl have these sections twice."""
+READ_AS_A_WHOLE = ("placement.split", "placement.roles", "roles")
+"""Sections that are not read key by key."""
+REFERENCE = re.compile(r"\$\{\s*([\w.-]+)\s*\}")
 UNPARSABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -64,29 +67,7 @@ class LoadedConfig:
 
     def why_not_trained(self) -> list[str]:
         """A line for each key that can be planned, but not trained."""
-        problems: list[str] = []
-        rollout, lora_rank = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model.lora_rank
-        if lora_rank:
-            fix = "not implemented yet, only 0 works; remove it"
-            problems.append(f"actor_rollout_ref.model.lora_rank={lora_rank}: {fix}")
-        if rollout.engine in OTHER_ENGINES:
-            problems.append(f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}")
-        if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
-            key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
-            problems.append(f"{key}: the transformers engine has all weights in one process; {fix}")
-        if rollout.engine == "vllm" and not Path(rollout.vllm_python).expanduser().is_file():
-            where = f"there is no actor_rollout_ref.rollout.vllm_python={rollout.vllm_python}"
-            fix = f"run scripts/setup_vllm.sh, which makes .venv-vllm, or {FALLBACK}"
-            problems.append(f"actor_rollout_ref.rollout.name=vllm: {where}; {fix}")
-        for key in ("trainer.test_freq", "trainer.val_only"):
-            if (self.value_of(key) or 0) > 0 and not self.config.data.val_files:
-                fix = f"set data.val_files, or remove {key}"
-                problems.append(f"{key}={show(self.value_of(key))}: there are no validation prompts; {fix}")
-        for name in self.config.trainer.logger:
-            if name in ("tensorboard", "wandb", "mlflow") and find_spec(name) is None:
-                fix = f"pip install 'rolepool[{name}]', or remove it from the list"
-                problems.append(f"trainer.logger: {name} is not installed; {fix}")
-        return problems
+        return lines_of(*(rule(self.config) for rule in NOT_TRAINED))
 
     def notes(self) -> list[str]:
         """A line that lists the settings that were accepted and change nothing, if there are any."""
@@ -105,46 +86,140 @@ class LoadedConfig:
         return "\n  ".join([*lines, f"default: {show(key.default)}"])
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A config as it was read, and the problems that were found so far.
+
+    Keys with a wrong value have no value here: reading one raises UnknownValue, which ends the check that needs it.
+    """
+
+    loaded: LoadedConfig
+    problems: Sequence[str]
+
+    def checked(self, *more: str) -> LoadedConfig:
+        """The config. Raises ConfigError if there are problems, with `more` problems after them."""
+        ConfigError.raise_if_any(dict.fromkeys([*self.problems, *more]))
+        return self.loaded
+
+
 def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
     """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems.
 
     A file may also be the name of a recipe, or a mapping with keys and values. A name in a mapping may be a dotted key.
     """
-    problems: list[str] = []
-    leaves: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    return read_config(files, overrides).checked()
+
+
+def read_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> Draft:
+    """The same, but it raises nothing, so that the caller can report problems of other kinds together with these."""
     overrides = list(overrides)
     extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
+    reading = _Reading(sources_import=not extensions)
     for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
-        _import_extensions(_parse_override(text))
-    sources = [partial(_read_source, file) for file in files]
-    sources += [partial(_parse_override, override) for override in overrides]
-    for read in sources:
+        with collected([]):  # a text that is no override is reported below
+            reading.import_extensions(_parse_override(text))
+    for file in files:
+        if isinstance(file, str):
+            reading.add_file(file)
+        else:
+            reading.add_values(file)
+    for text in overrides:
+        reading.add_override(text)
+    return reading.draft()
+
+
+class _Reading:
+    """What files and overrides say, and which problems they have. A later one wins over an earlier one."""
+
+    def __init__(self, sources_import: bool) -> None:
+        self._sources_import = sources_import
+        """Whether extensions that a file or override names are imported when it is read."""
+        self._leaves: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
+        self._problems: list[str] = []
+        self._unknown = set[str]()
+        """The keys whose values are not known, because what the user wrote cannot be read."""
+        self._meant = set[str]()
+        """The keys that are offered in place of names that do not exist."""
+        self._has_unread_file = self._lacks_extension = False
+
+    def add_file(self, file: str) -> None:
+        try:
+            self._add(_read_file(file), null_is_unset=True)
+        except ConfigError as error:
+            self._problems.extend(error.problems)
+            self._has_unread_file = True
+
+    def add_values(self, values: Mapping[str, Any]) -> None:
+        """Add what a Python program set."""
         tree: dict[str, Any] = {}
-        with collected(problems):
-            tree = read()
-        if not extensions:
-            _import_extensions(tree)
+        for name, value in values.items():
+            self._unknown.add(renamed(str(name)))
+            with collected(self._problems):
+                tree[str(name)] = _read_value(name, value)
+                self._unknown.discard(renamed(str(name)))
+        self._add(tree, null_is_unset=True)
+
+    def add_override(self, text: str) -> None:
+        try:
+            self._add(_parse_override(text))
+        except ConfigError as error:
+            self._problems.extend(error.problems)
+            self._unknown.add(renamed(text.partition("=")[0].strip().lstrip("+~")))
+
+    def import_extensions(self, tree: dict[str, Any]) -> None:
+        """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys and names."""
+        names = dict(_flatten(tree)).get("trainer.extensions", ())
+        names = [names] if isinstance(names, str) else names
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            for name in names:
+                try:
+                    import_extensions([name])
+                except ConfigError as error:
+                    self._problems.extend(error.problems)
+                    self._lacks_extension = True
+
+    def draft(self) -> Draft:
+        """The config of all that was added."""
+        for path in [path for path, value in self._leaves.items() if value == "???"]:
+            del self._leaves[path]
+            self._unknown.add(path)
+            self._problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
+        resolved, broken = _resolve(self._leaves, self._others, self._problems)
+        without_effect, warnings = _judge(self._others, self._problems)
+        config, wrong = _validate(resolved, broken, self._leaves)
+        self._problems.extend(line for path, line in wrong if not self._may_be_added(path))
+        if fitted := fitted_defaults(config, self._leaves):
+            config, _ = _validate(_set_all(resolved, fitted), broken, self._leaves)
+        without_effect |= _unused(config, self._leaves)
+        unset = all_keys().keys() - self._leaves.keys()
+        unknown: Set[str] = broken | (self._unknown & all_keys().keys()) | (self._meant & unset)
+        if unknown:
+            unknown = _with_followers(unknown, resolved, unset)
+        config = _without(config, unknown)
+        self._problems.extend(contradictions(config))
+        if self._has_unread_file:  # it may set all other keys
+            config = _without(config, unset - unknown)
+        loaded = LoadedConfig(config, frozenset(self._leaves), without_effect, warnings)
+        return Draft(loaded, tuple(dict.fromkeys(self._problems)))
+
+    def _add(self, tree: dict[str, Any], *, null_is_unset: bool = False) -> None:
+        if self._sources_import:
+            self.import_extensions(tree)
         for path, value in _flatten(tree):
-            if value is None and read.func is _read_source and path.startswith(NULL_IS_UNSET):
+            if value is None and null_is_unset and path.startswith(NULL_IS_UNSET):
                 continue
             if path in all_keys():
-                leaves[path] = _merged(leaves.get(path), _usual(path, value), path)
+                self._leaves[path] = _merged(self._leaves.get(path), _usual(path, value), path)
             elif path not in all_sections() and find_other(path) is not None:
-                others[path] = value
-            else:
-                problems.append(f"{path}={show(value)}: {unknown_key(path)}")
-    for path in [path for path, value in leaves.items() if value == "???"]:
-        del leaves[path]
-        problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
-    resolved, broken = _resolve(leaves, others, problems)
-    without_effect, warnings = _judge(others, problems)
-    config = _validate(resolved, broken, leaves, problems)
-    if fitted := fitted_defaults(config, leaves):
-        config = _validate(_set_all(resolved, fitted), broken, leaves, [])
-    problems.extend(rule for rule in contradictions(config) if not any(path in rule for path in broken))
-    ConfigError.raise_if_any(dict.fromkeys(problems))
-    return LoadedConfig(config, frozenset(leaves), without_effect | _unused(config, leaves), warnings)
+                self._others[path] = value
+            elif not self._may_be_added(path):
+                self._problems.append(f"{path}={show(value)}: {unknown_key(path)}")
+                self._meant.update(keys_meant_by(path))
+
+    def _may_be_added(self, path: str) -> bool:
+        """Whether an extension that could not be imported may have added this key or its value."""
+        return self._lacks_extension and path.startswith(EXTENDABLE)
 
 
 def show(value: Any) -> str:
@@ -166,28 +241,21 @@ def unknown_key(path: str) -> str:
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"is a section; set one of its keys, such as {examples}"
+    meant = keys_meant_by(path)
+    return f"unknown key; did you mean {meant[0]}?" if meant else "unknown key; `rolepool config` lists all keys"
+
+
+def keys_meant_by(path: str) -> list[str]:
+    """The keys that the user may mean by a name that does not exist, the most likely one first."""
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
     without_first_sections = [key for key in keys if key.endswith(f".{path}")]
     similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
-    found = without_first_sections or similar or only_one
-    return f"unknown key; did you mean {found[0]}?" if found else "unknown key; `rolepool config` lists all keys"
+    return without_first_sections or similar or only_one
 
 
 # Reading files and overrides
-
-
-def _import_extensions(tree: dict[str, Any]) -> None:
-    """Import the modules that `trainer.extensions` names, if it is well-formed. They may add keys."""
-    names = dict(_flatten(tree)).get("trainer.extensions", ())
-    names = [names] if isinstance(names, str) else names
-    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
-        import_extensions(names)
-
-
-def _read_source(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    return _read_file(source) if isinstance(source, str) else _read_values(source)
 
 
 def _read_file(file: str) -> dict[str, Any]:
@@ -204,13 +272,10 @@ def _read_file(file: str) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()}
 
 
-def _read_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys and values that a Python program set, as plain data: paths become texts, and tuples become lists."""
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        with explained(f"{name}={show(value)}: cannot be stored", "use texts, numbers, lists and dicts", *UNPARSABLE):
-            plain[str(name)] = json.loads(json.dumps(value, default=os.fspath))
-    return plain
+def _read_value(name: object, value: Any) -> Any:
+    """A value that a Python program set, as plain data: paths become texts, and tuples become lists."""
+    with explained(f"{name}={show(value)}: cannot be stored", "use texts, numbers, lists and dicts", *UNPARSABLE):
+        return json.loads(json.dumps(value, default=os.fspath))
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -266,6 +331,44 @@ def _merged(old: Any, new: Any, path: str = "") -> Any:
     if path == "placement.pools":  # a pool may also be written as a list
         old = {name: {"per_node": pool} if isinstance(pool, list) else pool for name, pool in old.items()}
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+
+
+# Values that can be planned, but not trained
+
+
+def _about_lora(config: Config) -> Iterator[str]:
+    if lora_rank := config.actor_rollout_ref.model.lora_rank:
+        yield f"actor_rollout_ref.model.lora_rank={lora_rank}: not implemented yet, only 0 works; remove it"
+
+
+def _about_engine(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.engine in OTHER_ENGINES:
+        yield f"actor_rollout_ref.rollout.name={rollout.name}: not implemented yet; {FALLBACK}"
+    if rollout.engine == "transformers" and (size := rollout.tensor_model_parallel_size) > 1:
+        key, fix = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}", "use 1, or rollout.name=native"
+        yield f"{key}: the transformers engine has all weights in one process; {fix}"
+    if rollout.engine == "vllm" and not Path(rollout.vllm_python).expanduser().is_file():
+        where = f"there is no actor_rollout_ref.rollout.vllm_python={rollout.vllm_python}"
+        fix = f"run scripts/setup_vllm.sh, which makes .venv-vllm, or {FALLBACK}"
+        yield f"actor_rollout_ref.rollout.name=vllm: {where}; {fix}"
+
+
+def _about_validation(config: Config) -> Iterator[str]:
+    for key in ("trainer.test_freq", "trainer.val_only"):
+        if (config.at(key) or 0) > 0 and not config.data.val_files:
+            fix = f"set data.val_files, or remove {key}"
+            yield f"{key}={show(config.at(key))}: there are no validation prompts; {fix}"
+
+
+def _about_loggers(config: Config) -> Iterator[str]:
+    for name in config.trainer.logger:
+        if name in ("tensorboard", "wandb", "mlflow") and find_spec(name) is None:
+            fix = f"pip install 'rolepool[{name}]', or remove it from the list"
+            yield f"trainer.logger: {name} is not installed; {fix}"
+
+
+NOT_TRAINED = (_about_lora, _about_engine, _about_validation, _about_loggers)
 
 
 # Resolving and validating
@@ -344,25 +447,51 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     return unused
 
 
-def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any], problems: list[str]) -> Config:
-    """Check every key. Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too.
+def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any]) -> tuple[Config, list[tuple[str, str]]]:
+    """Check every key. Returns the config, and the wrong keys that the user set with a line for each problem.
 
-    A key that follows a wrong key is wrong too, but the user did not write it: only the written key is reported.
+    Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too. A key that follows a
+    wrong key is wrong too, but the user did not write it: only the written key is reported.
     """
     _set_all(tree, {path: all_keys()[path].default for path in broken})
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:
-        return Config.model_validate(OmegaConf.to_container(tree, resolve=True))
+        return Config.model_validate(OmegaConf.to_container(tree, resolve=True)), []
     except ValidationError as error:
-        wrong = error.errors(include_url=False)
-    for item in wrong:
+        items = error.errors(include_url=False)
+    lines: list[tuple[str, str]] = []
+    for item in items:
         place = "".join(f"{part}." for part in item["loc"])
         leaf = next(path for path in all_keys() if place.startswith(f"{path}."))
         broken.add(leaf)
         if leaf in leaves:
-            problems.append(_sentence(leaf, item))
-    return _validate(tree, broken, leaves, [])
+            lines.append((leaf, _sentence(leaf, item)))
+    config, _ = _validate(tree, broken, leaves)
+    return config, lines
+
+
+def _with_followers(unknown: Set[str], tree: DictConfig, unset: Set[str]) -> Set[str]:
+    """These keys, and all keys whose value depends on one of them."""
+    depends_on: dict[str, set[str]] = {}
+    for path, value in _flatten(dict(_plain(OmegaConf.to_container(tree, resolve=False)))):
+        depends_on[path] = set(REFERENCE.findall(str(value)))
+    for path in unset & FITTED_TO.keys():
+        depends_on[path].update(FITTED_TO[path])
+    while followers := {path for path, keys in depends_on.items() if keys & unknown} - unknown:
+        unknown = unknown | followers
+    return unknown
+
+
+def _without(config: Config, unknown: Set[str]) -> Config:
+    """The config without the values of these keys. Some sections are only read as a whole, and are removed as such."""
+    names = set[str]()
+    for path in unknown:
+        wholes = [section for section in READ_AS_A_WHOLE if path.startswith(f"{section}.")]
+        names.add(wholes[0] if wholes else path)
+    for name in sorted(names):
+        config = config.without_value(name)
+    return config
 
 
 def _sentence(leaf: str, item: Any) -> str:

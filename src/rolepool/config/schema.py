@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from rolepool.config import model_keys, run_keys
-from rolepool.config.base import MAX_COUNT, Section
+from rolepool.config.base import MAX_COUNT, Section, lines_of
 from rolepool.config.functions import ADV_ESTIMATORS
 
 ROLE_SETTINGS: dict[str, type[Section]] = {}
@@ -162,39 +162,85 @@ def policy_loss_in_words(config: Config) -> str:
 # Rules about several keys: values that are each allowed, but contradict each other
 
 
-def contradictions(config: Config) -> Iterator[str]:
-    """One line for each rule that the config breaks. It names the keys and what to change."""
-    trainer, rollout = config.trainer, "actor_rollout_ref.rollout"
+def contradictions(config: Config) -> list[str]:
+    """One line for each rule that the config breaks. It names the keys and what to change.
+
+    Rules that read a key without a value say nothing, so every rule is a check of its own.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    return lines_of(
+        _about_critic(config),
+        _about_reward_model(config),
+        _about_reward_functions(config),
+        _about_reward_kwargs(config),
+        _about_overlong(config),
+        _about_turns(config),
+        _about_temperature(config, rollout),
+        _about_validation_temperature(config, f"{rollout}.val_kwargs"),
+        _about_parity(config),
+        _about_resuming(config),
+        _about_mini_batch(config, "actor_rollout_ref.actor"),
+        _about_critics_mini_batch(config),
+        _about_tokens(config, "actor_rollout_ref.actor"),
+        _about_tokens(config, "critic"),
+        _about_size(config),
+        _about_placement(config),
+        _about_split(config),
+    )
+
+
+def _about_critic(config: Config) -> Iterator[str]:
     if config.estimator_needs_critic and not config.uses_critic:
         name = config.algorithm.adv_estimator
         yield f"critic.enable=false: algorithm.adv_estimator={name} needs a critic; set critic.enable=null"
+
+
+def _about_reward_model(config: Config) -> Iterator[str]:
     if config.reward_model.enable and config.reward_model.model.path is None:
         yield "reward_model.model.path=null: reward_model.enable=true needs a model; set its folder or hub id"
-    model, path = config.reward_model.enable, config.custom_reward_function.path
-    if config.reward.functions and (model or path is not None):
-        other = "reward_model.enable=true" if model else f"custom_reward_function.path={path}"
-        yield f"reward.functions: contradicts {other}; set only one of them"
-    if config.custom_reward_function.reward_kwargs and (model or path is None):
+
+
+def _about_reward_functions(config: Config) -> Iterator[str]:
+    """Only one of the three may say what the reward is."""
+    if config.reward.functions:
+        model, path = config.reward_model.enable, config.custom_reward_function.path
+        if model or path is not None:
+            other = "reward_model.enable=true" if model else f"custom_reward_function.path={path}"
+            yield f"reward.functions: contradicts {other}; set only one of them"
+
+
+def _about_reward_kwargs(config: Config) -> Iterator[str]:
+    keys = config.custom_reward_function
+    if keys.reward_kwargs and (config.reward_model.enable or keys.path is None):
         used = "with custom_reward_function.path and reward_model.enable=false"
         yield f"custom_reward_function.reward_kwargs: they are only used {used}; set both, or remove reward_kwargs"
-    yield from _about_overlong(config)
-    yield from _about_turns(config)
-    # Training divides logits by the temperature, even if decoding is greedy.
-    validation_samples = config.at(f"{rollout}.val_kwargs.do_sample")
-    for section, is_used in ((rollout, True), (f"{rollout}.val_kwargs", validation_samples)):
-        if is_used and config.at(section).temperature == 0:
-            fix = f"for greedy decoding set {section}.do_sample=false and do not set the temperature"
-            yield f"{section}.temperature=0: must be greater than 0; {fix}"
+
+
+def _about_temperature(config: Config, section: str) -> Iterator[str]:
+    """Training divides logits by the temperature, even if decoding is greedy."""
+    if config.at(section).temperature == 0:
+        fix = f"for greedy decoding set {section}.do_sample=false and do not set the temperature"
+        yield f"{section}.temperature=0: must be greater than 0; {fix}"
+
+
+def _about_validation_temperature(config: Config, section: str) -> Iterator[str]:
+    if config.at(section).do_sample:
+        yield from _about_temperature(config, section)
+
+
+def _about_parity(config: Config) -> Iterator[str]:
     keys = config.actor_rollout_ref.rollout
     if keys.parity_check and not keys.has_actors_distribution:
         reason = "top_p, top_k and greedy decoding choose tokens with other probabilities than the actor computes"
-        yield f"{rollout}.parity_check=true: {reason}; remove it, or remove top_p, top_k and do_sample"
-    mode, path = trainer.resume_mode, trainer.resume_from_path
+        fix = "remove it, or remove top_p, top_k and do_sample"
+        yield f"actor_rollout_ref.rollout.parity_check=true: {reason}; {fix}"
+
+
+def _about_resuming(config: Config) -> Iterator[str]:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if (mode == "resume_path") != (path is not None):
         key = f"trainer.resume_from_path={'null' if path is None else path}"
         yield f"{key}: trainer.resume_mode={mode}; set resume_mode=resume_path and the checkpoint folder, or neither"
-    yield from _about_batches(config)
-    yield from _about_placement(config)
 
 
 def _about_overlong(config: Config) -> Iterator[str]:
@@ -217,17 +263,26 @@ def _about_turns(config: Config) -> Iterator[str]:
         yield f"{section}.tensor_model_parallel_size={size}: multi_turn.enable=true needs 1; set 1"
 
 
-def _about_batches(config: Config) -> Iterator[str]:
-    total, longest = config.data.train_batch_size, config.data.max_prompt_length + config.data.max_response_length
-    reported: set[int] = set()
-    for section, is_used in (("actor_rollout_ref.actor", True), ("critic", config.uses_critic)):
-        keys = config.at(section)
-        mini, tokens = keys.ppo_mini_batch_size, keys.ppo_max_token_len_per_gpu
-        if is_used and total % mini and mini not in reported:
-            reported.add(mini)  # the critic's size follows the actor's
-            fix = divisor_near(total, mini)
-            yield f"{section}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={total}; use {fix}"
-        if keys.use_dynamic_bsz and tokens < longest:
+def _about_mini_batch(config: Config, section: str) -> Iterator[str]:
+    total, mini = config.data.train_batch_size, config.at(section).ppo_mini_batch_size
+    if total % mini:
+        fix = divisor_near(total, mini)
+        yield f"{section}.ppo_mini_batch_size={mini}: must divide data.train_batch_size={total}; use {fix}"
+
+
+def _about_critics_mini_batch(config: Config) -> Iterator[str]:
+    """The critic's size follows the actor's, and then one line is enough."""
+    if config.uses_critic and config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+        yield from _about_mini_batch(config, "critic")
+
+
+def _about_tokens(config: Config, section: str) -> Iterator[str]:
+    """A micro-batch that is limited by tokens must have room for the longest sequence."""
+    keys = config.at(section)
+    if keys.use_dynamic_bsz:
+        tokens = keys.ppo_max_token_len_per_gpu
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if tokens < longest:
             reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"
 
@@ -238,23 +293,37 @@ def divisor_near(number: int, at_most: int) -> int:
     return next((candidate for candidate in tries if number % candidate == 0), math.gcd(number, at_most))
 
 
-def _about_placement(config: Config) -> Iterator[str]:
-    """A key of another strategy would be ignored, so it is an error."""
-    trainer, placement, split = config.trainer, config.placement, config.placement.split
+def _about_size(config: Config) -> Iterator[str]:
+    trainer = config.trainer
     if trainer.nnodes * trainer.n_gpus_per_node > run_keys.MAX_SLOTS:
         product = f"times trainer.n_gpus_per_node={trainer.n_gpus_per_node} is more than {run_keys.MAX_SLOTS} GPUs"
         yield f"trainer.nnodes={trainer.nnodes}: {product}; use fewer"
+
+
+def _about_placement(config: Config) -> Iterator[str]:
+    """A key of another strategy would be ignored, so it is an error."""
+    placement = config.placement
     if ":" in placement.strategy:  # a function of the user's own, which may use all keys
         return
-    written = split.model_dump(exclude_defaults=True)
-    of_split = [f"placement.split.{name}={value}" for name, value in written.items()]
+    of_split = [f"placement.split.{name}={value}" for name, value in _written(placement.split).items()]
     of_pools = [f"placement.pools.{name}" for name in placement.pools]
     of_roles = [f"placement.roles.{name}" for name in placement.roles.model_dump(exclude_none=True)]
     for strategy, keys in {"split": of_split, "custom": of_pools + of_roles}.items():
         if placement.strategy != strategy:
             needed, chosen = f"placement.strategy={strategy}", f"placement.strategy={placement.strategy}"
             yield from (f"{key}: is for {needed}, but {chosen}; set {needed}, or remove it" for key in keys)
-    # Only one key may say how the GPUs are divided; an axis may be set together with its own number.
+
+
+def _about_split(config: Config) -> Iterator[str]:
+    """Only one key may say how the GPUs are divided; an axis may be set together with its own number."""
+    split = config.placement.split
+    written = _written(split)
     number = {"gpu": "actor_gpus_per_node", "node": "actor_nodes"}.get(split.axis)
-    if placement.strategy == "split" and len(written) > 1 and set(written) != {"axis", number}:
-        yield f"{of_split[0]}: contradicts {' and '.join(of_split[1:])}; set only one of them"
+    if config.placement.strategy == "split" and len(written) > 1 and set(written) != {"axis", number}:
+        first, *others = [f"placement.split.{name}={value}" for name, value in written.items()]
+        yield f"{first}: contradicts {' and '.join(others)}; set only one of them"
+
+
+def _written(section: Section) -> dict[str, Any]:
+    """The keys of a section that do not have their defaults."""
+    return section.model_dump(exclude_defaults=True)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rolepool.config import Config, model_files, show
+from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object
 from rolepool.config.schema import contradictions, divisor_near
@@ -38,17 +39,19 @@ Trials = Callable[[Iterable[Changes]], Iterator[tuple[Changes, MemoryEstimate]]]
 
 def find_problems(config: Config, plan: Plan) -> list[str]:
     """One line for each check that fails. An empty list means that the plan can run."""
-    problems = [*_groups(config, plan), *_batches(config, plan), *_lengths(config, plan)]
-    problems += [*_engine(config), *_packing(config, plan)]
-    # Raise ConfigError unless the environment, the engine and the function that reads tool calls can be imported.
-    import_environment(config.environment.path, config.environment.name)
-    for key in ("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.multi_turn.format"):
-        if ":" in config.at(key):
-            import_object(key, config.at(key))
-    if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
-        fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
-        problems.append(f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}")
-    return problems
+    reported: set[tuple[str, int]] = set()
+    return lines_of(
+        *(_groups(config, plan, role) for role in plan.roles),
+        *(_micro_batches(config, plan, role) for role in plan.roles),
+        *(_batches(config, plan, role, reported) for role in plan.roles),
+        _lengths(config, plan),
+        _engine(config),
+        *(_packing(config, plan, role) for role in plan.roles),
+        _environment(config),
+        _users_code(config, "actor_rollout_ref.rollout.name"),
+        _users_code(config, "actor_rollout_ref.rollout.multi_turn.format"),
+        _mps(config, plan),
+    )
 
 
 def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]:
@@ -72,47 +75,53 @@ def find_snapshot_warnings(needed: int) -> Iterator[str]:
         yield f"{what}; {effect}"
 
 
-def _groups(config: Config, plan: Plan) -> Iterator[str]:
+def _groups(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """A tensor-parallel group stays inside a node; a sharding group may span the nodes of its pool."""
-    for role, name in plan.roles.items():
-        spec, pool = ROLE_SPECS[role], plan.pool_of(role)
-        sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
-        per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
-        for key, counts, where in (per_node, (sharding, [pool.world_size], "in all")):
-            size, largest = -1 if key is None else config.at(key), math.gcd(*counts)
-            if size != -1 and largest % size:
-                processes = f"{', '.join(map(str, counts))} {where}"
-                fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
-                rule = f"must divide the number of processes of {name} ({processes})"
-                yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
+    name, spec, pool = plan.roles[role], ROLE_SPECS[role], plan.pool_of(role)
+    sharding = f"{spec.fsdp}.fsdp_size" if spec.fsdp is not None and spec.is_trained else None
+    per_node = (spec.tensor_parallel, sorted(set(pool.counts_by_node.values())), "per node")
+    for key, counts, where in (per_node, (sharding, [pool.world_size], "in all")):
+        size, largest = -1 if key is None else config.at(key), math.gcd(*counts)
+        if size != -1 and largest % size:
+            processes = f"{', '.join(map(str, counts))} {where}"
+            fits = [str(divisor) for divisor in range(1, largest + 1) if largest % divisor == 0]
+            rule = f"must divide the number of processes of {name} ({processes})"
+            yield f"{key}={size}: {rule}; use {' or '.join(fits)}"
 
 
-def _batches(config: Config, plan: Plan) -> Iterator[str]:
-    """Every role splits the batch over its ranks, and a role that is trained splits every mini-batch."""
+def _micro_batches(config: Config, plan: Plan, role: Role) -> Iterator[str]:
+    """A role that is trained splits the sequences of a mini-batch on each process into equal micro-batches."""
+    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
+    for keys in (keys for operation, keys in spec.batched if operation.trains):
+        num_sequences = config.at(f"{spec.section}.ppo_mini_batch_size") * config.actor_rollout_ref.rollout.n
+        per_gpu, rest = divmod(num_sequences, parts)
+        size = None if config.at(keys.by_tokens) else config.at(keys.rows)
+        if size is not None and not rest and per_gpu > size and per_gpu % size:
+            number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
+            yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
+
+
+def _batches(config: Config, plan: Plan, role: Role, reported: set[tuple[str, int]]) -> Iterator[str]:
+    """Every role splits the batch over its ranks, and a role that is trained splits every mini-batch.
+
+    `reported` are the keys that have a line already, each with a number of parts.
+    """
     num_samples = config.actor_rollout_ref.rollout.n
     num_mini_batches = max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
-    reported: set[tuple[str, int]] = set()
-    for role, pool in plan.roles.items():
-        spec, parts = ROLE_SPECS[role], plan.num_parts(config, role)
-        # The batch sizes that are offered can also be split into the same number of mini-batches.
-        multiples = {"data.train_batch_size": num_mini_batches}
-        for keys in (keys for operation, keys in spec.batched if operation.trains):
-            mini_batch = f"{spec.section}.ppo_mini_batch_size"
-            multiples[mini_batch] = 1
-            per_gpu, rest = divmod(config.at(mini_batch) * num_samples, parts)
-            size = None if config.at(keys.by_tokens) else config.at(keys.rows)
-            if size is not None and not rest and per_gpu > size and per_gpu % size:
-                number = f"the {per_gpu} sequences of a mini-batch on each of the {parts} processes of {pool}"
-                yield f"{keys.rows}={size}: must divide {number}; use {divisor_near(per_gpu, size)}"
-        for key, multiple in multiples.items():
-            prompts = config.at(key)
-            if (prompts * num_samples) % parts and (key, parts) not in reported:
-                reported.add((key, parts))
-                step = parts // math.gcd(parts, num_samples) * multiple
-                below = prompts // step * step
-                fix = f"use {f'{below} or ' if below else ''}{below + step}"
-                batch = f"{prompts * num_samples} sequences cannot be split into {parts} equal parts"
-                yield f"{key}={prompts}: {batch} for {role} in {pool}; {fix}"
+    spec, pool, parts = ROLE_SPECS[role], plan.roles[role], plan.num_parts(config, role)
+    # The batch sizes that are offered can also be split into the same number of mini-batches.
+    multiples = {"data.train_batch_size": num_mini_batches}
+    if spec.is_trained:
+        multiples[f"{spec.section}.ppo_mini_batch_size"] = 1
+    for key, multiple in multiples.items():
+        prompts = config.at(key)
+        if (prompts * num_samples) % parts and (key, parts) not in reported:
+            reported.add((key, parts))
+            step = parts // math.gcd(parts, num_samples) * multiple
+            below = prompts // step * step
+            fix = f"use {f'{below} or ' if below else ''}{below + step}"
+            batch = f"{prompts * num_samples} sequences cannot be split into {parts} equal parts"
+            yield f"{key}={prompts}: {batch} for {role} in {pool}; {fix}"
 
 
 def _lengths(config: Config, plan: Plan) -> Iterator[str]:
@@ -156,16 +165,34 @@ def engines_of(config: Config) -> dict[str, str | None]:
     return {}
 
 
-def _packing(config: Config, plan: Plan) -> Iterator[str]:
+def _packing(config: Config, plan: Plan, role: Role) -> Iterator[str]:
     """Models that are not known to keep packed rows apart must use padded rows."""
-    for role in plan.roles:
-        spec = ROLE_SPECS[role]
-        key = f"{spec.model}.use_remove_padding"
-        if spec.can_pack and spec.batched and config.at(key):
-            with suppress(model_files.ShapeUnknown):  # models that are not on disk yet
-                name = model_files.read_model_file(*model_of(config, role)).get("model_type")
-                if name is not None and name not in model_files.PACKABLE_TYPES:
-                    yield f"{key}=true: models of type {name} cannot compute packed rows here; set {key}=false"
+    spec = ROLE_SPECS[role]
+    key = f"{spec.model}.use_remove_padding"
+    if spec.can_pack and spec.batched and config.at(key):
+        with suppress(model_files.ShapeUnknown):  # models that are not on disk yet
+            name = model_files.read_model_file(*model_of(config, role)).get("model_type")
+            if name is not None and name not in model_files.PACKABLE_TYPES:
+                yield f"{key}=true: models of type {name} cannot compute packed rows here; set {key}=false"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """The environment can be imported; if not, the importing function raises ConfigError."""
+    import_environment(config.environment.path, config.environment.name)
+    yield from ()
+
+
+def _users_code(config: Config, key: str) -> Iterator[str]:
+    """What a key names as `module:name` can be imported; if not, the importing function raises ConfigError."""
+    if ":" in config.at(key):
+        import_object(key, config.at(key))
+    yield from ()
+
+
+def _mps(config: Config, plan: Plan) -> Iterator[str]:
+    if config.placement.mps and (config.trainer.device == "cpu" or not plan.sharing_pools):
+        fix = "remove this key, or use GPUs and set a share (placement.split.share=0.5)"
+        yield f"placement.mps=true: MPS is for pools that share GPUs, and there are none; {fix}"
 
 
 # Advice
@@ -248,7 +275,7 @@ def _trials(config: Config, gpu_memory_bytes: int | None, replan: Replan, accept
                 with suppress(RolepoolError):
                     plans[placement] = replan(changed)
             plan = plans[placement]
-            if plan and not any(contradictions(changed)) and not set(find_problems(changed, plan)).difference(accepted):
+            if plan and not contradictions(changed) and not set(find_problems(changed, plan)).difference(accepted):
                 yield changes, estimate_memory(changed, plan, gpu_memory_bytes)
 
     return try_changes
