@@ -48,8 +48,7 @@ def load_config(config: Source | Sequence[Source] = (), **keys: Any) -> LoadedCo
     The result has the values in `.config`, such as `.config.trainer.save_freq`. `.to_yaml()` returns all keys as text,
     and `.explain("trainer.save_freq")` says what a key means.
     """
-    sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
-    return loading.load_config([*map(_as_file, sources), keys])
+    return loading.load_config(_files(config, keys))
 
 
 def plan(
@@ -71,7 +70,8 @@ def plan(
         inventory = ",".join(map(str, inventory))
     nodes = None if inventory is None else parse_inventory(inventory)
     memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
-    summary = summarise(load_config([load_config(config, **keys), _named(model, placement)]), nodes, memory_bytes)
+    loaded = loading.load_config([*_files(config, keys), _named(model, placement)])
+    summary = summarise(loaded, nodes, memory_bytes)
     PlacementError.raise_if_any(summary.problems)
     return summary
 
@@ -108,7 +108,7 @@ def train(
     """
     from rolepool.trainer.main_ppo import start
 
-    sources: list[Source] = [load_config(config, **keys), _named(model, placement)]
+    sources = [*_files(config, keys), _named(model, placement)]
     if isinstance(data, Mapping):
         sources.append({"data": data})
         data = None
@@ -117,11 +117,11 @@ def train(
         sources.append({"custom_reward_function": {"path": PYTHON_FUNCTION, "name": _name_to_send(function)}})
     elif reward is not None:
         sources.append({"custom_reward_function.path": reward})
-    loaded = load_config(sources)
+    loaded = loading.load_config(sources)
     folder = Path(loaded.config.trainer.default_local_dir).expanduser()
     given = {split: one for split, one in (("train", data), ("val", val_data)) if one is not None}
     files = {f"data.{split}_files": _as_data_files(one, split, folder) for split, one in given.items()}
-    start(load_config([loaded, files]), function, on_step, on_validation)
+    start(loading.load_config([*sources, files]), function, on_step, on_validation)
     return Run(folder)
 
 
@@ -226,6 +226,12 @@ def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan
 
 
 # From arguments to keys
+
+
+def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[str | Mapping[str, Any]]:
+    """All that a call names, for the loader, which reads it together: one source may set a key that another needs."""
+    sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
+    return [*map(_as_file, sources), keys]
 
 
 def _as_file(source: Source) -> str | Mapping[str, Any]:

@@ -100,6 +100,18 @@ def test_a_plan_reads_as_the_command_prints_it(rolepool: Rolepool) -> None:
     assert json.loads(rp.plan(**keys).to_json()) == json.loads(rolepool("plan", "--json", *words).out)
 
 
+def test_the_keys_of_a_placement_may_be_beside_its_name() -> None:
+    share, gpus = {"placement.split.share": 0.5}, {"trainer.n_gpus_per_node": 2}
+    both = "actor_rollout_ref_pool [2] with share 0.5 and critic_pool [2] with share 0.5"
+    assert rp.plan(share, placement="split", **gpus).plan.in_words == both
+    assert rp.plan(placement="split", **share, **gpus).plan.in_words == both
+    pools = {"placement": {"pools": {"a": [1], "b": [1]}}}
+    custom = {"strategy": "custom", "roles": {"actor_rollout": "a", "critic": "b"}}
+    assert rp.plan(pools, placement=custom, **gpus).plan.in_words == "a [1] and b [1]"
+    with pytest.raises(ConfigError, match=r"^placement\.split\.share=0\.5: is for placement\.strategy=split, but"):
+        rp.plan(share, **gpus)
+
+
 def test_an_inventory_is_a_list_of_gpus_per_node() -> None:
     assert rp.plan(inventory=[8, 8]).plan.gpus_per_node == (8, 8)
     with pytest.raises(PlacementError, match="Not enough GPUs"):
