@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,17 +37,40 @@ def test_a_process_that_prints_nothing_has_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
-def test_details_are_only_in_the_file(tmp_path: Path) -> None:
+@pytest.fixture
+def console_and_file(tmp_path: Path) -> Iterator[tuple[io.StringIO, Path]]:
+    """The console and the file of a process that writes details only to the file."""
     console, file = io.StringIO(), tmp_path / "logs" / "pool-0.log"
-    root, before = logging.getLogger(), (logger.handlers, logger.level)
+    root = logging.getLogger()
+    handlers, level, own_level = root.handlers, root.level, logger.level
     handler = logging.StreamHandler(LimitedOutput(console, file))
-    root.addHandler(handler)
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
     try:
         process._write_details_to(handler.stream)
-        logger.debug("compiled a part")
-        logger.info("loaded")
+        yield console, file
     finally:
-        root.removeHandler(handler)
-        logger.handlers, logger.level = before
+        root.handlers = handlers
+        root.setLevel(level)
+        logger.setLevel(own_level)
+
+
+def test_details_are_only_in_the_file(console_and_file: tuple[io.StringIO, Path]) -> None:
+    console, file = console_and_file
+    logger.debug("compiled a part")
+    logger.info("loaded")
     assert console.getvalue() == "loaded\n"
     assert file.read_text() == "DEBUG rolepool: compiled a part\nloaded\n"
+
+
+@pytest.mark.parametrize("name", ["httpx", "urllib3.connectionpool", "openai._base_client"])
+def test_a_line_for_each_request_is_only_in_the_file_and_warnings_are_shown(
+    console_and_file: tuple[io.StringIO, Path], name: str
+) -> None:
+    console, file = console_and_file
+    library = logging.getLogger(name)
+    library.info("HTTP Request: POST http://localhost:8000 200 OK")
+    library.warning("Retrying")
+    logging.getLogger("my_reward").info("asked")
+    assert console.getvalue() == "Retrying\nasked\n"
+    assert "HTTP Request: POST" in file.read_text()

@@ -48,6 +48,7 @@ from rolepool.protocol.futures import Reply, encode_result
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
+HTTP_LIBRARIES = ("aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3")
 MAX_LINES = 50
 INTERVAL_S = 5.0
 """So many lines of output are shown in each interval of this length."""
@@ -351,21 +352,30 @@ class LimitedOutput:
 
 
 class _Details(logging.Handler):
-    """Writes log records below INFO to the file of the process. They are of use only if somebody looks for a cause."""
+    """Writes log records that are not for the console to the file of the process."""
 
     def __init__(self, output: LimitedOutput) -> None:
         super().__init__()
         self._output = output
         self.setFormatter(logging.Formatter(LOG_FORMAT))
-        self.addFilter(lambda record: record.levelno < logging.INFO)
+        self.addFilter(_is_detail)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._output.write_to_file(f"{self.format(record)}\n")
 
 
+def _is_detail(record: logging.LogRecord) -> bool:
+    """Whether a log record is of use only if somebody looks for a cause. Libraries for HTTP write one for each request,
+    such as those of a reward function that asks a server."""
+    is_of_requests = record.name.partition(".")[0] in HTTP_LIBRARIES
+    lowest_shown = logging.WARNING if is_of_requests else logging.INFO
+    return record.levelno < lowest_shown
+
+
 def _write_details_to(output: LimitedOutput) -> None:
-    """Write rolepool's log records below INFO to the file of this output, and not to the console."""
-    for handler in logging.getLogger().handlers:
-        handler.setLevel(logging.INFO)  # the level of the root logger does not hold for records of other loggers
-    logger.handlers = [_Details(output)]
+    """Write details, such as rolepool's log records below INFO, to the file of this output, and not to the console."""
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.addFilter(lambda record: not _is_detail(record))
+    root.addHandler(_Details(output))
     logger.setLevel(logging.DEBUG)
