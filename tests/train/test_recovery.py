@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from commands import load_benchmark
 from rolepool.errors import WorkerError
+from rolepool.trainer.snapshots import Snapshots
 
 chaos = load_benchmark("chaos")
 
@@ -81,6 +84,38 @@ def test_without_snapshots_training_goes_on_from_the_checkpoint(keys: list[str],
     outcome = chaos.run(tmp_path / "run", [*keys, *more], "critic:update")
     rows = [row for row in outcome.rows if "timing_s/save_checkpoint" not in row]
     assert [row for row in rows if len(row) > 2] == [row for row in expected.rows if len(row) > 2]
+
+
+@pytest.mark.timeout(200)
+def test_snapshots_that_have_no_room_or_are_removed_come_back_and_then_a_process_may_die(
+    keys: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take, num_takes = Snapshots.take, count()
+    pattern = f"rolepool-{os.getpid()}-*"
+
+    def take_in_trouble(snapshots: Snapshots, *args: Any, **more: Any) -> None:
+        number = next(num_takes)
+        needed = snapshots._needed
+        if number in (0, 1):
+            snapshots._needed = 2**60
+        if number == 3:
+            for folder in Path("/dev/shm").glob(pattern):
+                shutil.rmtree(folder)
+        take(snapshots, *args, **more)
+        snapshots._needed = needed
+
+    monkeypatch.setattr(Snapshots, "take", take_in_trouble)
+    with chaos.kill_at("critic", "update", 4) as killed_s:
+        outcome = chaos.run(tmp_path / "run", [*keys, "trainer.save_freq=-1"])
+    assert killed_s, "the victim was not killed"
+    warnings = [record.getMessage() for record in caplog.records if "snapshots" in record.getMessage()]
+    assert len(warnings) == 2
+    assert "1.0 EiB" in warnings[0]
+    assert "are lost; new ones are taken" in warnings[1]
+    (restart,) = outcome.restarts
+    assert (restart["pools"], restart["repeated_from_step"]) == (["critic_pool"], 4)
+    assert [row for row in outcome.rows if len(row) > 2] == [row for row in expected.rows if len(row) > 2]
+    assert not list(Path("/dev/shm").glob(pattern))
 
 
 @pytest.mark.slow

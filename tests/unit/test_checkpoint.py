@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import random
 import resource
+import shutil
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -373,13 +374,35 @@ def test_a_snapshot_has_its_number_only_after_its_copies_are_done(
     assert snapshot_number(files) == 2
 
 
-def test_a_snapshot_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
+def test_a_snapshot_that_cannot_be_written_is_one_warning_and_the_next_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "place"
+    place.touch()  # a file, so no folder can be made below it
     snapshots = SnapshotWriter(build(FLOAT32))
-    snapshots.write(tmp_path / "file" / "role", 1)
-    snapshots.write(tmp_path / "file" / "role", 2)
+    assert not snapshots.write(place / "role", 1)
+    assert not snapshots.write(place / "role", 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no more snapshots" in caplog.text
+    assert "a snapshot is missing" in caplog.text
+    place.unlink()
+    assert snapshots.write(place / "role", 3)
+    assert snapshot_number(snapshot_files(place / "role", 0, 1)) == 3
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_files_that_somebody_removed_or_replaced_are_made_again(is_replaced: bool, tmp_path: Path) -> None:
+    trained = build(FLOAT32)
+    snapshots, folder = SnapshotWriter(trained), tmp_path / "place" / "role"
+    data, _ = snapshot_files(folder, 0, 1)
+    snapshots.write(folder, 1)
+    content = data.read_bytes()
+    shutil.rmtree(folder)
+    if is_replaced:
+        folder.mkdir()
+        data.write_bytes(b"something else")
+    assert snapshots.write(folder, 2)
+    assert snapshot_number(snapshot_files(folder, 0, 1)) == 2
+    assert data.read_bytes() == content
 
 
 def test_random_states_come_back_on_each_rank_and_only_for_as_many_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -59,3 +60,21 @@ def test_a_keeper_owns_a_private_folder_and_tells_which_files_are_complete(tmp_p
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="No such file"):
         (folder / "late").write_text("4")
+
+
+def test_a_folder_that_was_removed_is_made_again_as_soon_as_that_is_possible(tmp_path: Path) -> None:
+    shared_memory = tmp_path / "shared"
+    keeper = Keeper(number_in, shared_memory)  # it starts although there is no shared memory
+    with pytest.raises(OSError, match="No such file"):
+        keeper.where()
+    assert keeper.number_of([Path("marker")]) is None
+    shared_memory.mkdir()
+    first, _ = keeper.where()
+    assert keeper.where()[0] == first
+    shutil.rmtree(first)
+    second, _ = keeper.where()
+    assert list(shared_memory.iterdir()) == [second]
+    Keeper(number_in, shared_memory).close()
+    assert second.is_dir(), "the new folder is locked, too"
+    keeper.close()
+    assert not list(shared_memory.iterdir())

@@ -41,12 +41,23 @@ class Keeper:
 
     def __init__(self, number_of: NumberOf, shared_memory: Path = SHARED_MEMORY) -> None:
         self._number_of = number_of
+        self._shared_memory = shared_memory
         self._cleanup = ExitStack()
-        self.folder = self._cleanup.enter_context(owned_folder(shared_memory, f"{PREFIX}{os.getpid()}-", f"{PREFIX}*"))
+        self.folder = shared_memory / f"{PREFIX}none"
+        """A folder that does not exist, as long as none could be made."""
+        with suppress(OSError):  # `where` tries it again, and its caller reports the error
+            self._make_folder()
+
+    def _make_folder(self) -> None:
+        self._cleanup.close()
+        folder = owned_folder(self._shared_memory, f"{PREFIX}{os.getpid()}-", f"{PREFIX}*")
+        self.folder = self._cleanup.enter_context(folder)
 
     @ray.method(concurrency_group="serve")
     def where(self) -> tuple[Path, int]:
-        """The folder, and the bytes that are free there."""
+        """The folder, and the bytes that are free there. A folder that somebody has removed is made again."""
+        if not self.folder.is_dir():
+            self._make_folder()
         return self.folder, shutil.disk_usage(self.folder).free
 
     @ray.method(concurrency_group="serve")
@@ -107,13 +118,18 @@ class Keepers:
         is_alone = set(nodes) == {ray.get_runtime_context().get_node_id()} and len(live_nodes()) == 1
         self._here = Keeper(number_of) if is_alone else None
         self._actors = {node: self._start(node) for node in nodes if self._here is None}
+        self._failing = set[str]()
+        """The nodes about which there was a warning, and whose keepers have not answered since."""
 
     def _start(self, node: str) -> Any:
         actor_class = ray.remote(concurrency_groups={"serve": 2})(Keeper)  # type: ignore[call-overload]
         return actor_class.options(num_cpus=0, scheduling_strategy=pinned_to(node)).remote(self._number_of)
 
     def where(self, nodes: Collection[str]) -> dict[str, tuple[Path, int]]:
-        """The folder on each node, and the bytes that are free there. A node whose keeper has died is missing."""
+        """The folder on each node, and the bytes that are free there.
+
+        A node is missing if its keeper has died or cannot make its folder.
+        """
         return self._ask(nodes, "where")
 
     def copy(self, number: int, ranks: Sequence[tuple[Files, str]], written: CallFuture) -> None:
@@ -141,12 +157,26 @@ class Keepers:
 
     def _ask(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
         """The answers of the keepers on these nodes. One that does not answer is replaced when it is asked again."""
-        if self._here is not None:
-            return dict.fromkeys(nodes, getattr(self._here, method)(*args))
-        self._actors |= {node: self._start(node) for node in nodes if node not in self._actors}
+        answers = self._ask_actors(nodes, method, *args) if self._here is None else self._ask_here(nodes, method, *args)
+        good = {node: answer for node, answer in answers.items() if not isinstance(answer, Exception)}
+        for node in answers.keys() - good.keys():
+            if node not in self._failing:
+                logger.warning("the snapshots on node %s are not used: %s", node, one_line(answers[node]))
+            self._actors.pop(node, None)
+            self._failing.add(node)
+        self._failing -= good.keys()
+        return good
+
+    def _ask_here(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+        try:
+            answer = getattr(self._here, method)(*args)
+        except OSError as error:
+            answer = error
+        return dict.fromkeys(nodes, answer)
+
+    def _ask_actors(self, nodes: Collection[str], method: str, *args: Any) -> dict[str, Any]:
+        for node in nodes:
+            if node not in self._actors:
+                self._actors[node] = self._start(node)
         asked = {node: getattr(self._actors[node], method).remote(*args) for node in nodes}
-        answers = dict(zip(asked, outcomes(asked.values(), ANSWER_TIMEOUT_S), strict=True))
-        for node in [node for node, answer in answers.items() if isinstance(answer, RayError)]:
-            logger.warning("the snapshots on node %s are not used: %s", node, one_line(answers.pop(node)))
-            del self._actors[node]
-        return answers
+        return dict(zip(asked, outcomes(asked.values(), ANSWER_TIMEOUT_S), strict=True))

@@ -8,6 +8,7 @@ the copy itself.
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,29 +25,57 @@ from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 
 
+@dataclass(frozen=True)
+class OpenFile:
+    """A file in shared memory that stays open for the next snapshots."""
+
+    path: Path
+    parts: list[tuple[str, torch.Size]]
+    """The parts of tensors that the file is for."""
+    memory: Tensor
+    """The bytes of the file."""
+    copies: dict[str, Tensor]
+    """The copies of the parts, as views of that memory."""
+    inode: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file. Somebody may have removed or replaced it."""
+        try:
+            return self.path.stat().st_ino == self.inode
+        except OSError:
+            return False
+
+
 class SnapshotWriter:
     """Writes the snapshots of one rank. From a GPU it copies while the GPU goes on with other work."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self._trained = trained
-        self._files: dict[Path, tuple[list[tuple[str, torch.Size]], Tensor, dict[str, Tensor]]] = {}
-        """The parts of tensors that a file is for, its memory, and the copies as views of that memory."""
-        self._is_off = False
+        self._files: dict[Path, OpenFile] = {}
+        self._has_warned = False
+        """Whether there was a warning since the last snapshot that could be written."""
 
-    def write(self, folder: Path, number: int) -> None:
-        """Write the state. The snapshot is complete when the own files of all ranks have its number. If it cannot be
-        written, there is a warning, and no further one is tried."""
-        if self._is_off:
-            return
+    def write(self, folder: Path, number: int) -> bool:
+        """Write the state. The snapshot is complete when the own files of all ranks have its number.
+
+        Returns whether it could be written. If not, there is one warning, and the next snapshot is tried again.
+        """
         try:
             self._write(folder, number)
         except (OSError, SafetensorError) as error:
-            self._is_off = True
-            if folder.parents[1].exists():  # otherwise the run has ended
-                logger.warning("no more snapshots, because %s cannot be written: %s", folder, one_line(error))
+            is_removed = not folder.parents[1].exists()  # because the run ends, or by somebody; its keeper sees that
+            if not (self._has_warned or is_removed):
+                logger.warning("a snapshot is missing, because %s cannot be written: %s", folder, one_line(error))
+                self._has_warned = True
+            return False
+        self._has_warned = False
+        return True
 
     def _write(self, folder: Path, number: int) -> None:
         self._trained.wait_for_copies()
+        for file in [file for file in self._files.values() if not file.is_current]:
+            self._close(file)
         rank, num_ranks = rank_and_count()
         shard, own_file = snapshot_files(folder, rank, num_ranks)
         own_file.unlink(missing_ok=True)  # from now on, the earlier snapshot in this folder is not complete
@@ -64,21 +93,35 @@ class SnapshotWriter:
     def _opened(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The copies of these parts of tensors in a file, as views of its memory. If the file is for other parts, it is
         replaced."""
-        names, on_gpu = [(name, part.shape) for name, part in parts.items()], self._trained.device != "cpu"
-        if path not in self._files or self._files[path][0] != names or not path.exists():
-            for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
-                folder.mkdir(exist_ok=True, mode=0o700)
-            offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
-            copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
-            path.unlink(missing_ok=True)
-            if on_gpu and path in self._files:
-                torch.cuda.cudart().cudaHostUnregister(self._files.pop(path)[1].data_ptr())
+        names = [(name, part.shape) for name, part in parts.items()]
+        if path in self._files and self._files[path].parts != names:
+            self._close(self._files[path])
+        if path not in self._files:
+            self._files[path] = self._made(path, tensors, parts)
+        return self._files[path].copies
+
+    def _made(self, path: Path, tensors: Mapping[str, Tensor], parts: dict[str, Tensor]) -> OpenFile:
+        for folder in (path.parent.parent, path.parent):  # not those above, which are removed when the run ends
+            folder.mkdir(exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        offsets = {name: {"saved_offsets": _offset(tensors[name])} for name in parts}
+        copies = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
+        try:
             save_file(copies, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
-            memory, views = _mapped(path, copies)
-            self._files[path] = names, memory, views
-            if on_gpu:  # the GPU copies only to pinned memory while it goes on with other work
-                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        return self._files[path][2]
+        except BaseException:
+            path.unlink(missing_ok=True)  # a part of a file would take the room that the next snapshot needs
+            raise
+        memory, views = _mapped(path, copies)
+        if self._trained.device != "cpu":  # the GPU copies only to pinned memory while it goes on with other work
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        names = [(name, part.shape) for name, part in parts.items()]
+        return OpenFile(path, names, memory, views, path.stat().st_ino)
+
+    def _close(self, file: OpenFile) -> None:
+        """Release the memory of a file that is not written any more."""
+        del self._files[file.path]
+        if self._trained.device != "cpu":
+            torch.cuda.cudart().cudaHostUnregister(file.memory.data_ptr())
 
 
 @torch.no_grad()

@@ -242,9 +242,12 @@ class TrainedRole(ModelRole):
         save_trained(self.trained, Path(folder))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    def take_snapshot(self, folder: str, number: int) -> None:
-        """Copy the same to a folder in shared memory of this node, which the next snapshot but one writes again."""
-        self.snapshots.write(Path(folder), number)
+    def take_snapshot(self, folder: str, number: int) -> bool:
+        """Copy the same to a folder in shared memory of this node, which the next snapshot but one writes again.
+
+        Returns whether there was room for it.
+        """
+        return self.snapshots.write(Path(folder), number)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:

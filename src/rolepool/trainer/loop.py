@@ -30,12 +30,13 @@ from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import ROLE_SPECS
 from rolepool.trainer.advantages import Estimator, repeated
 from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prompts
-from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Snapshots, Source
+from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
 from rolepool.trainer.paper import schedule_of, step_of
 from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_of, step_row, validate
+from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
 
