@@ -17,8 +17,9 @@ from synthetic_runs import write_run
 
 from commands import Outcome
 from rolepool.metrics.spans import Part, Recorded
+from rolepool.report.curves import MAX_POINTS, MAX_SMALL_POINTS
 from rolepool.report.run import Run
-from rolepool.report.views import MAX_POINTS, MAX_SPANS, page_data, render
+from rolepool.report.views import MAX_SPANS, page_data, render
 
 HOSTILE = "</script><script>window.broken=1</script><!--<img src=x onerror=alert(1)>\u2028'\"&${x}`"
 
@@ -178,6 +179,7 @@ def check_bounds(run: Run, page: str) -> dict[str, Any]:
     assert 0 < sum(len(lane["spans"]) for window in windows for lane in window["lanes"]) <= MAX_SPANS
     series = [series for chart in (*data["curves"], *data["usage"]) for series in chart["series"]]
     assert max(len(one["x"]) for one in (*series, *data["breakdown"]["series"])) <= MAX_POINTS
+    assert max(len(one["mean"]) for one in data["metrics"]["charts"]) <= MAX_SMALL_POINTS
     assert len(page) < 2e6
     return data
 

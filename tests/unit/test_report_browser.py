@@ -17,7 +17,8 @@ from report_runs import ACTOR, make_long_run, make_run
 from synthetic_runs import write_run
 from test_report import HOSTILE, make_hostile
 
-from rolepool.report.run import read_run
+from rolepool.metrics.run_folder import RunFolder
+from rolepool.report.run import metric_names, read_run
 from rolepool.report.views import page_data, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -71,7 +72,9 @@ function measure(frame) {
     width: view.innerWidth, overflow: root.scrollWidth - root.clientWidth,
     page: view.getComputedStyle(shown.body).backgroundColor,
     errors: shown.getElementById("errors").textContent,
-    bars: all(".bar").map(widthOf), parts: all(".bar i").map(widthOf), pictures: all("canvas, svg").map(widthOf),
+    bars: all(".bar").map(widthOf), parts: all(".bar i").map(widthOf),
+    pictures: all("canvas, .charts svg").map(widthOf),
+    small: all(".small-charts svg").map(widthOf),
     colors: all("canvas").map((chart) => new Set(new Uint32Array(pixels(chart))).size),
     texts: texts.length, faint: contrasts.filter(([ratio]) => ratio < 4.5),
   };
@@ -225,6 +228,7 @@ def test_wide_and_narrow_in_light_and_dark_every_bar_has_a_width_and_all_text_is
         assert min(page["bars"]) > 200
         assert min(page["parts"]) >= 1
         assert min(page["pictures"]) > 300
+        assert min(page["small"]) > 130
         assert min(page["colors"]) > 5  # something is drawn on every canvas
         assert page["texts"] > 60
         assert page["faint"] == []
@@ -233,11 +237,107 @@ def test_wide_and_narrow_in_light_and_dark_every_bar_has_a_width_and_all_text_is
 def test_the_page_of_a_cpu_run_says_nothing_about_gpus(open_page: Open) -> None:
     run = make_run()
     on_cpu = [each._replace(span=each.span._replace(device="cpu")) for each in run.spans]
-    elements = open_page(render(replace(run, spans=on_cpu)))
+    rows = {step: {**row, "perf/throughput": 10.0 * step} for step, row in run.metrics.items()}
+    elements = open_page(render(replace(run, spans=on_cpu, metrics=rows)))
     (shown,) = re.findall(r"<main.*</main>", elements, flags=re.DOTALL)
     assert "node:CPU slot of each rank" in shown
+    assert "Tokens per second and CPU slot" in shown
     assert "GPU" not in shown
     assert "node:GPU of each rank" in open_page(render(run))
+
+
+USE_THE_SEARCH = """<script>
+const shown = [], part = document.getElementById("responses");
+const [chooser, order] = part.querySelectorAll("select"), field = part.querySelector("input");
+const cells = () => [...part.querySelectorAll("td:not(:last-child)")].map((one) => one.textContent);
+function change(node, kind, value) {
+  node.value = value;
+  node.dispatchEvent(new Event(kind));
+  shown.push(cells());
+}
+shown.push(cells());
+change(order, "change", "lowest score first");
+change(field, "input", "FIVE  nine");
+change(chooser, "change", "all");
+shown.push([part.querySelector("[role=status]").textContent]);
+document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
+</script></body>"""
+
+
+def shown_in(elements: str) -> Any:
+    (found,) = re.findall(r'<pre id="shown">(.*?)</pre>', elements, flags=re.DOTALL)
+    return json.loads(html.unescape(found))
+
+
+def test_responses_are_chosen_by_step_ordered_by_score_and_searched(open_page: Open, tmp_path: Path) -> None:
+    folder = RunFolder(write_run(tmp_path / "run", num_steps=2))
+    for step in (0, 2):
+        rows = [("five and nine?", "13", 0.5 * step), (f"one? {HOSTILE}", str(step), 0.0)]
+        samples = [
+            {"question": asked, "response": text, "ground_truth": "14", "score": score} for asked, text, score in rows
+        ]
+        folder.add_samples(step, samples)
+    elements = open_page(render(read_run(folder.path)), USE_THE_SEARCH)
+    assert errors_in(elements) == ""
+    assert "<img" not in elements
+    recorded, by_score, found, in_all, (count,) = shown_in(elements)
+    first, second = ["five and nine?", "13", "14"], [f"one? {HOSTILE}", "2", "14"]
+    assert recorded == [*first, *second]
+    assert by_score == [*second, *first]
+    assert found == first
+    assert in_all == ["0", *first, "2", *first]
+    assert count == "2 of 4 match"
+
+
+USE_THE_FILTER = """<script>
+const part = document.getElementById("metrics"), field = part.querySelector("input"), shown = [];
+const open = "details[open]:not([hidden])";
+const names = () => [...part.querySelectorAll(`${open} h4 span, ${open} td:first-child`)].map((one) => one.textContent);
+function filter(words) {
+  field.value = words;
+  field.dispatchEvent(new Event("input"));
+  shown.push([...names(), part.querySelector("[role=status]").textContent]);
+}
+for (const words of ["", "mine", "ADV timing", "constant", "nothing"]) filter(words);
+document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
+</script></body>"""
+
+
+def test_every_logged_metric_has_a_chart_or_a_value_that_the_filter_finds(open_page: Open) -> None:
+    run = make_run()
+    rows = {
+        step: {**row, f"mine/{HOSTILE}": 1.0 / step, "constant": 2.5, "timing_s/adv": 0.1 * step}
+        for step, row in run.metrics.items()
+    }
+    run = replace(run, metrics=rows)
+    elements = open_page(render(run), USE_THE_FILTER)
+    assert errors_in(elements) == ""
+    assert "<img" not in elements
+    everything, mine, timing, constant, nothing = shown_in(elements)
+    num_metrics = len(metric_names(rows))
+    assert everything == ["critic/score/mean", f"mine/{HOSTILE}", f"{num_metrics} of {num_metrics} metrics"]
+    assert mine == [f"mine/{HOSTILE}", f"1 of {num_metrics} metrics"]
+    assert timing == ["timing_s/adv", f"1 of {num_metrics} metrics"]
+    assert constant == ["constant", f"1 of {num_metrics} metrics"]
+    assert nothing == [f"0 of {num_metrics} metrics"]
+
+
+def test_the_overrides_of_other_placements_are_on_the_page_without_pointing(open_page: Open, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", num_steps=6))
+    others = page_data(run)["predicted"][1:]
+    assert others
+    elements = open_page(render(run))
+    assert errors_in(elements) == ""
+    (section,) = re.findall(r"<h2>What other placements would have cost</h2>.*?</section>", elements, flags=re.DOTALL)
+    chips = re.findall(r'<code [^>]*role="button" tabindex="0"[^>]*>(.*?)</code>', section)
+    assert [html.unescape(chip) for chip in chips] == [overrides for _, overrides, *_ in others]
+
+
+def test_the_header_has_reward_and_validation_score(open_page: Open, tmp_path: Path) -> None:
+    elements = open_page(render(read_run(write_run(tmp_path / "run", num_steps=12))))
+    (facts,) = re.findall(r'<div class="facts">(.*?)</div>', elements, flags=re.DOTALL)
+    text = re.sub(r"<.*?>", "", facts)
+    assert text.startswith("reward 0.167 → 0.706validation score 0.1 → 0.706 after step 12steps 12")
 
 
 def test_a_run_without_anything_makes_a_page_without_an_error(open_page: Open) -> None:

@@ -42,7 +42,7 @@ class Tables(Section):
     work_keys: Items[str]
     """The keys that define the work of a step. Other keys, such as placement and micro-batches, may differ."""
     curves: dict[str, Items[str]]
-    """The charts of the report page: the title, and patterns of the metrics in it."""
+    """The charts of the report page: the title, and patterns of the metrics in it. `{unit}` is a GPU or a CPU slot."""
     figures: dict[str, dict[str, str]]
     """The plots with a panel for each metric: patterns of the metrics, and their units."""
     series_colors: Items[str]

@@ -5,6 +5,7 @@ steps, so that every page opens at once. The page itself is `template.html`; it 
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +14,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rolepool.config.loading import show
 from rolepool.config.schema import all_keys
+from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.sampling import Sample, pool_use
 from rolepool.metrics.spans import BETWEEN_STEPS, NONE, Timeline, lanes, step_bounds
 from rolepool.report.compare import measured_steps
+from rolepool.report.curves import chart_of, small_charts
 from rolepool.report.findings import SpansByStep, around, by_step, find, summarise
-from rolepool.report.plots import TABLES, colors_for, in_step_order, mean_times, timed_operations
+from rolepool.report.plots import REWARD, TABLES, colors_for, in_step_order, mean_times, timed_operations
 from rolepool.report.predicted import other_placements
-from rolepool.report.run import TIMING, MetricsByStep, Run, metric_names, parts_of, value_at
+from rolepool.report.run import TIMING, MetricsByStep, Run, finite_values, metric_names, parts_of, value_at
+from rolepool.report.samples import samples_of
 
-MAX_POINTS = 500
 MAX_SPANS = 10_000
 MAX_LANES = 500
 MAX_STEPS_SHOWN = 12
@@ -56,14 +57,20 @@ def page_data(run: Run) -> dict[str, Any]:
     chosen = _choose_steps(grouped, bounds)
     predicted = other_placements(last)
     devices = {one.span.device for one in last.spans} or {planned.plan.device for planned in last.plans[-1:]}
+    unit = "CPU slot" if devices == {"cpu"} else "GPU"
+    samples = samples_of(run)
     return {
         "name": run.name,
         "skipped": run.notes,
+        "rewards": _first_and_last(finite_values(run.metrics, REWARD)),
+        "scores": _first_and_last(_validation_scores(run.metrics)),
+        "samples": samples,
+        "metrics": small_charts(run.metrics),
         "events": [event._asdict() for event in run.events],
         "operations": operations,
         "colors": colors_for(operations),
         "placements": [_placement(part) for part in parts if part.plans],
-        "unit": "CPU slot" if devices == {"cpu"} else "GPU",
+        "unit": unit,
         "num_steps": len(bounds),
         "num_averaged": len(summary.steps),
         "step_s": summary.step_s,
@@ -76,7 +83,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "windows": [{"why": why, **_window(grouped, bounds, steps, operations)} for why, steps in chosen.items()],
         "breakdown": _breakdown(run.metrics),
         "usage": _monitored(last.monitor),
-        "curves": list(_curves(run.metrics)),
+        "curves": list(_curves(run.metrics, unit)),
         "plan": run.plan.model_dump(mode="json")["pools"] if run.plan is not None else {},
         "config": _changed_config(run.config),
     }
@@ -104,26 +111,24 @@ def _changed_config(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 # Curves over steps or time
 
 
-def _chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Lines of at most `MAX_POINTS` bins: the mean x of each bin, and the minimum, mean and maximum y."""
-    lines = []
-    for name, xy in series.items():
-        x, y = np.asarray(xy, dtype=float).T
-        starts = np.unique(np.linspace(0, len(x), min(len(x), MAX_POINTS), endpoint=False).astype(int))
-        sizes = np.diff([*starts, len(x)])
-        columns = {"x": np.add.reduceat(x, starts) / sizes, "mean": np.add.reduceat(y, starts) / sizes}
-        columns |= {"min": np.minimum.reduceat(y, starts), "max": np.maximum.reduceat(y, starts)}
-        lines.append({"name": name, **{column: values.tolist() for column, values in columns.items()}})
-    return {"title": title, "x_label": x_label, "series": lines}
+def _first_and_last(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Step and value of the first and of the last point; one of them if they are the same; none if there is none."""
+    points = list(values.items())
+    return points if len(points) < 2 else [points[0], points[-1]]
 
 
-def _curves(metrics: MetricsByStep) -> Iterator[dict[str, Any]]:
+def _validation_scores(metrics: MetricsByStep) -> dict[int, float]:
+    scores = {step: validation_score(row) for step, row in metrics.items()}
+    return {step: score for step, score in scores.items() if score is not None and math.isfinite(score)}
+
+
+def _curves(metrics: MetricsByStep, unit: str) -> Iterator[dict[str, Any]]:
     names = [name for name in metric_names(metrics) if not name.endswith("/std")]
     for title, patterns in TABLES.curves.items():
         wanted = [name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
         if wanted:
             values = {name: [(step, row[name]) for step, row in metrics.items() if name in row] for name in wanted}
-            yield _chart(title, "step", values)
+            yield chart_of(title.format(unit=unit), "step", values)
 
 
 def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def _breakdown(metrics: MetricsByStep) -> dict[str, Any]:
     steps = {step: row for step, row in metrics.items() if f"{TIMING}step" in row}
     names = ["step", *(name for name in timed_operations(steps) if name not in BETWEEN_STEPS)] if steps else []
     times = {name: [(step, row.get(f"{TIMING}{name}", 0.0)) for step, row in steps.items()] for name in names}
-    return _chart("Step time", "step", times)
+    return chart_of("Step time", "step", times)
 
 
 def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -142,7 +147,7 @@ def _monitored(monitor: Sequence[Sample]) -> list[dict[str, Any]]:
         for pool, used in pool_use(sample).items():
             for title, value in zip(USAGE, used, strict=True):
                 charts[title][pool].append((sample["time_s"] - monitor[0]["time_s"], value))
-    return [_chart(title, "seconds", series) for title, series in charts.items() if series]
+    return [chart_of(title, "seconds", series) for title, series in charts.items() if series]
 
 
 # Timeline
