@@ -1,67 +1,20 @@
 """Runs the user's reward functions in a child process, because only another process can be stopped in any state.
 
-Owns such children, the time limit of a sample, and what happens to samples that fail. Does not know what a function
-computes. The child is forked and kept, so that it has everything that the function's file has loaded.
+Owns the time limit of a sample, and what happens to samples that fail. Does not know what a function computes.
 """
 
-import ctypes
-import multiprocessing
-import os
 import pickle
 import select
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
+from rolepool.data.child_process import ChildProcess
 from rolepool.data.rewards import RewardError, RewardFunction, Row, SampleError, Scored
 from rolepool.errors import logger
 
 FAILED = "failed"
-PR_SET_PDEATHSIG = 1
-
-
-class ChildProcess:
-    """A forked child that answers messages of its parent. It ends with its parent, and with it all that it started."""
-
-    _pid: int | None = None
-    _channel: Connection
-
-    def _serve(self, channel: Connection) -> None:
-        """What the child does. It must not return."""
-        raise NotImplementedError
-
-    def _end_child(self) -> str:
-        """Kill the child, if there is one, and what it has started. Returns how it ended, maybe before."""
-        reason = "unknown reason"
-        if self._pid is None:
-            return reason
-        with suppress(ProcessLookupError, ChildProcessError):  # somebody else may have waited for it
-            os.killpg(self._pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._pid = None
-        self._channel.close()
-        return reason
-
-    def _start_child(self) -> None:
-        self._channel, theirs = multiprocessing.Pipe()
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._channel.close()
-                # Also if the parent is killed while a function runs.
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.setsid()
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                self._serve(theirs)
-            finally:
-                os._exit(1)
-        theirs.close()
 
 
 class ScoringProcess(ChildProcess):

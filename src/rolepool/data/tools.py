@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from rolepool.config import Config
 from rolepool.config.functions import import_environment
 from rolepool.config.run_keys import EnvironmentConfig
-from rolepool.data.reward_process import ChildProcess
+from rolepool.data.child_process import ChildProcess
 from rolepool.errors import explained, one_line
 
 RESET, GET_REWARD = "reset", "get_reward"
