@@ -27,9 +27,10 @@ def sample(**columns: Any) -> dict[str, Any]:
 
 def test_the_newest_validation_comes_first_with_questions_scores_and_other_numbers(folder: RunFolder) -> None:
     folder.add_samples(0, [sample(score=0.0, ground_truth=["2", "two"], data_source="sums", format=0.5)])
-    folder.add_samples(10, [sample(), sample(score=0.5)])
+    folder.add_samples(2, [sample(), sample(score=0.5)])
     newest, first = samples_of(read_run(folder.path))["validations"]
-    assert (newest["step"], newest["num"], newest["mean"]) == (10, 2, 0.75)
+    assert (newest["step"], newest["num"]) == (2, 2)
+    assert (newest["score"], first["score"]) == (pytest.approx(2 / 7), 0.1)  # those of all responses, not of these
     assert first["rows"] == [["1+1?", "2", '["2", "two"]', 0.0, "sums", {"format": 0.5}]]
 
 
@@ -71,7 +72,7 @@ def test_what_is_no_response_is_skipped_and_counted(folder: RunFolder) -> None:
     run = read_run(folder.path)
     (validation,) = samples_of(run)["validations"]
     assert [row[3] for row in validation["rows"]] == [None, None]
-    assert validation["mean"] is None
+    assert validation["score"] is None
     assert run.notes == ["skipped 3 unreadable lines of validation/step_000003.jsonl"]
     assert "Infinity" not in render(run)
 

@@ -6,11 +6,11 @@ Owns how much of them is read and shown: a run folder may come from anywhere, an
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from rolepool.metrics.run_folder import validation_score
 from rolepool.report.run import Run
 
 MAX_STEPS = 12
@@ -40,7 +40,8 @@ def samples_of(run: Run) -> dict[str, Any]:
         name = f"validation/{numbered[step].name}"
         samples = list(run.read_lines(name, _Line.validate_json, _first_lines))
         if samples:
-            validations.append(_validation(step, samples, MAX_LETTERS // len(chosen)))
+            score = validation_score(run.metrics.get(step, {}))
+            validations.append({"score": score, **_validation(step, samples, MAX_LETTERS // len(chosen))})
     return {"validations": validations, "num_hidden": len(numbered) - len(chosen)}
 
 
@@ -81,8 +82,7 @@ def _validation(step: int, samples: Sequence[Mapping[str, Any]], most_letters: i
             break
         score = sample.get("score")
         rows.append([question, response, truth, score if _is_number(score) else None, source, others])
-    scores = [float(sample["score"]) for sample in samples if _is_number(sample.get("score"))]
-    return {"step": step, "rows": rows, "num": len(samples), "mean": fmean(scores) if scores else None}
+    return {"step": step, "rows": rows, "num": len(samples)}
 
 
 def _is_number(value: Any) -> bool:
