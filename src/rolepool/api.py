@@ -20,7 +20,7 @@ from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.fitting import num_gpus
 from rolepool.config.schema import policy_loss_in_words
 from rolepool.data.rewards import PYTHON_FUNCTION
-from rolepool.errors import ConfigError, DataError, PlacementError, explained
+from rolepool.errors import ConfigError, DataError, PlacementError, explained, logger
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
@@ -171,15 +171,16 @@ class Run:
         with explained(f"report {page}: cannot be written", "give another path"):
             return write_atomically(page, [render(self._read(last_bytes=math.inf))])
 
-    def move(self, *words: str, timeout_s: float = 600.0) -> str:
+    def move(self, *words: str, timeout_s: float = 600.0, on_progress: Callable[[str], object] = logger.info) -> str:
         """Ask the run, which must be training in another process, to change its placement, such as
-        `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did."""
+        `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did. `on_progress` gets a
+        line every few seconds."""
         from rolepool.trainer.moves import ask_run, check_move, moved
 
         made, loaded = moved(self.config, words)
         before = self._read().plan
         check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
-        return ask_run(self.folder, words, timeout_s)
+        return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
         """Write the model of a checkpoint as a Hugging Face model folder and return this folder; default: the actor of

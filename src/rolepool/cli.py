@@ -3,6 +3,7 @@
 Owns the list of commands and what they print. Slow imports are inside the commands, so that `--help` answers at once.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -99,7 +100,10 @@ def move(parser: Parser, arguments: list[str]) -> None:
 
     from rolepool.api import Run
 
-    print(Run(options.run).move(*options.words, timeout_s=options.timeout))
+    def show_progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    print(Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress))
 
 
 def export(parser: Parser, arguments: list[str]) -> None:

@@ -5,8 +5,10 @@ picklable, so a worker can send them to the driver.
 """
 
 import logging
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unicodedata import category
 
 logger = logging.getLogger("rolepool")
@@ -91,6 +93,12 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
         yield
     except RolepoolError as error:
         problems.extend(f"{prefix}{problem}" for problem in error.problems)
+
+
+def place_of(error: BaseException) -> str:
+    """The file and line that raised an error of the user's code, such as "mine.py:12"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:

@@ -140,6 +140,8 @@ EXTENSIONS = {
     "trainer.extensions=twice": "ConfigError: register_role: the name critic is already used",
     "trainer.step=mine:no_step": "cannot be imported (AttributeError: module 'mine' has no attribute 'no_step')",
     "placement.strategy=no_module:f": "cannot be imported (ModuleNotFoundError: ",
+    "placement.strategy=mine:fails": "the function failed (KeyError at mine.py:9: 'GPUs'); correct the function",
+    "placement.strategy=mine:nothing": "the function returned a NoneType; return a ResourcePoolManager",
     "placement.strategy=mine:no_actor": "no pool for actor, rollout; give each role one of all",
     "actor_rollout_ref.rollout.name=no_module:Engine": "cannot be imported (ModuleNotFoundError: ",
 }
@@ -153,6 +155,9 @@ def strict(log_prob): ...
 def with_values(values, **_): ...
 def no_actor(config, gpus_per_node):
     return ResourcePoolManager({'all': gpus_per_node}, {Role.Critic: 'all'})
+def fails(config, gpus_per_node):
+    return {}['GPUs']
+def nothing(config, gpus_per_node): ...
 """,
     "twice.py": """
 from rolepool.placement.roles import ROLE_SPECS, Role, register_role

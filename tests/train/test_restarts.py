@@ -122,10 +122,24 @@ def test_ray_that_starts_too_slowly_is_started_again_with_a_longer_limit() -> No
     assert "trying once more with a longer time limit" in ended.stderr and "Traceback" not in ended.stderr
 
 
+FAILS_IN_THE_RUN = """
+import sys
+from rolepool import ResourcePoolManager
+from rolepool.placement.roles import ROLE_SPECS
+
+
+def pools(config, gpus_per_node):
+    parts = {"move": [1, 1]}[sys.argv[1]]
+    return ResourcePoolManager({"all": [1]}, dict.fromkeys(ROLE_SPECS, "all"))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path) -> None:
+def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
+    (tmp_path / "fails_in_the_run.py").write_text(FAILS_IN_THE_RUN, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     run = start(demo, folder, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1000", "trainer.save_freq=-1")
 
     def ask(*words: str) -> subprocess.CompletedProcess[str]:
@@ -138,8 +152,13 @@ def test_a_run_moves_when_another_process_asks_it(demo: Demo, tmp_path: Path) ->
         assert refused.returncode == 2 and "a move changes placement" in refused.stderr
         too_many = ask("trainer.n_gpus_per_node=16")
         assert too_many.returncode == 2 and "16" in too_many.stderr
+        failed = ask("placement.strategy=fails_in_the_run:pools")
+        assert failed.returncode == 2
+        assert "the function failed (KeyError at fails_in_the_run.py:8: 'train')" in failed.stderr
         answer = ask("placement.strategy=split")
         assert answer.returncode == 0, answer.stderr
+        assert "s: waiting for the end of the current step" in answer.stderr
+        assert "s: starting processes for actor_rollout_ref_pool [1] and critic_pool [1]" in answer.stderr
         assert "global_pool [2] -> actor_rollout_ref_pool [1] and critic_pool [1]" in answer.stdout
         step = last_step(folder)
         wait_for_step(run, folder, step + 3)

@@ -21,7 +21,7 @@ from rolepool.config import Config, show
 from rolepool.config.fitting import gpu_memories
 from rolepool.config.functions import import_object
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SLOTS, PoolConfig
-from rolepool.errors import ConfigError, PlacementError, collected
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, collected, one_line, place_of
 from rolepool.placement.roles import COMBINED_ROLES, ROLE_SPECS, Role, home_of, needed_roles
 
 DRIVER = "driver"
@@ -309,8 +309,7 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     wanted = (config.trainer.n_gpus_per_node,) * config.trainer.nnodes
     inventory = wanted if gpus_per_node is None else tuple(gpus_per_node)
     name, (needed, unused) = config.placement.strategy, needed_roles(config)
-    strategy = STRATEGIES.get(name) or import_object("placement.strategy", name)
-    manager: ResourcePoolManager = strategy(config, inventory if take_all else wanted)
+    manager = _pools_of(name, config, inventory if take_all else wanted)
     problems: list[str] = []
     if missing := [role for role in needed if role not in manager.roles]:
         fix = f"give each role one of {', '.join(manager.resource_pool_dict)} (placement.roles.{missing[0]}=POOL)"
@@ -326,6 +325,24 @@ def build_plan(config: Config, gpus_per_node: Sequence[int] | None = None, *, ta
     manager = replace(manager, mapping={role: manager.roles[role] for role in needed})
     plan = place(manager, inventory, device=config.trainer.device, mps=config.placement.mps)
     return plan.model_copy(update={"unused_roles": unused})
+
+
+def _pools_of(strategy: str, config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:
+    """What a strategy returns. A strategy of the user may raise anything, which is an error in the placement."""
+    function = STRATEGIES.get(strategy) or import_object("placement.strategy", strategy)
+    try:
+        manager = function(config, gpus_per_node)
+    except RolepoolError:
+        raise
+    except Exception as error:
+        fix = "correct the function, or use placement.strategy=standard"
+        what = f"{type(error).__name__} at {place_of(error)}: {one_line(error)}"
+        raise PlacementError(f"placement.strategy={strategy}: the function failed ({what}); {fix}") from error
+    if not isinstance(manager, ResourcePoolManager):
+        fix = "return a ResourcePoolManager"
+        kind = type(manager).__name__
+        raise PlacementError(f"placement.strategy={strategy}: the function returned a {kind}; {fix}")
+    return manager
 
 
 def standard(config: Config, gpus_per_node: Sequence[int]) -> ResourcePoolManager:

@@ -20,7 +20,7 @@ import torch
 from rolepool.cluster import Cluster, Prepared, next_call_number
 from rolepool.config import Config, LoadedConfig
 from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, Terminated, WorkerError, logger, one_line
+from rolepool.errors import ConfigError, PlacementError, Terminated, WorkerError, logger, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
 from rolepool.metrics.spans import Recorded, driver_span
@@ -33,7 +33,16 @@ from rolepool.trainer.build import Reward, build_roles, check_inputs, check_prom
 from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
-from rolepool.trainer.moves import Move, Rebalancer, answer_request, changed_pools, check_move, moved, take_request
+from rolepool.trainer.moves import (
+    Move,
+    Rebalancer,
+    answer_request,
+    changed_pools,
+    check_move,
+    moved,
+    show_progress,
+    take_request,
+)
 from rolepool.trainer.paper import schedule_of, step_of
 from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_of, step_row, validate
 from rolepool.trainer.snapshots import Snapshots
@@ -395,8 +404,10 @@ class Trainer:
             self.rebalancer.after_step(number)
         if self._move is None and (request := take_request(self.folder.path)) is not None:
             try:
-                self.move(*moved(self.config, request.words)).has_request = True
-            except RolepoolError as error:
+                asked = self.move(*moved(self.config, request.words))
+                asked.has_request = True
+                show_progress(self.folder.path, f"starting processes for {asked.plan.in_words}")
+            except Exception as error:  # a strategy or an extension of the user may raise anything
                 self._end_move(one_line(error))
         move = self._move
         if move is None or not move.starting.done() or number >= self.num_steps:
@@ -407,6 +418,7 @@ class Trainer:
             return
         prepared = move.starting.result()
         self.watchdog.begin("move")
+        show_progress(self.folder.path, f"changing over after step {number}")
         self._finish()
         start_s, before = time.monotonic(), self.plan.in_words
         if not (self.snapshots.is_complete(self.roles, self._position(number)) or self._save(number)):

@@ -8,18 +8,18 @@ steps are the calibration, and then it moves to the placement that is predicted 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from rolepool.config import Config, LoadedConfig, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, one_line
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, logger, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 MOVABLE = ("placement.", "trainer.nnodes=", "trainer.n_gpus_per_node=", f"{TENSOR_PARALLEL}=")
 """How the settings begin that a move can change."""
 POLL_S = 0.5
+PROGRESS_S = 5.0
+"""How often whoever asked for a move gets a line."""
 NUM_CALIBRATION_STEPS = NUM_WARM_STEPS + 2
 NUM_STEPS_BETWEEN = 20
 """Steps between two checks of `placement.rebalance`."""
@@ -54,6 +56,8 @@ class Request(BaseModel):
     """`move.json`: what `rolepool move` asks for, and the answer of the run."""
 
     words: list[str]
+    state: str = "waiting for the end of the current step"
+    """What the run does about it."""
     answer: str | None = None
     is_refused: bool = False
 
@@ -117,15 +121,28 @@ def take_request(run_folder: Path) -> Request | None:
     return None
 
 
+def show_progress(run_folder: Path, state: str) -> None:
+    """Tell whoever asked what the run does about it."""
+    _change_request(run_folder, {"state": state})
+
+
 def answer_request(run_folder: Path, answer: str, *, is_refused: bool = False) -> None:
+    _change_request(run_folder, {"answer": answer, "is_refused": is_refused})
+
+
+def _change_request(run_folder: Path, fields: dict[str, Any]) -> None:
     with suppress(OSError):  # the run itself reports a full disk
         if (request := take_request(run_folder)) is not None:
-            answered = request.model_copy(update={"answer": answer, "is_refused": is_refused})
-            write_atomically(request_file(run_folder), [answered.model_dump_json()])
+            write_atomically(request_file(run_folder), [request.model_copy(update=fields).model_dump_json()])
 
 
-def ask_run(run_folder: Path, words: Sequence[str], timeout_s: float) -> str:
-    """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or does not answer."""
+def ask_run(
+    run_folder: Path, words: Sequence[str], timeout_s: float, on_progress: Callable[[str], object] = logger.info
+) -> str:
+    """Ask the run of a folder to move, and wait for its answer. Raises ConfigError if it refuses or does not answer.
+
+    `on_progress` gets a line when the run does something else, and every few seconds.
+    """
     file = request_file(run_folder)
     state = state_of(open_run(run_folder), is_silent=False)
     if state != "running":
@@ -134,13 +151,17 @@ def ask_run(run_folder: Path, words: Sequence[str], timeout_s: float) -> str:
         raise ConfigError(f"{file}: the run was asked already and has not answered; wait, or remove this file")
     write_atomically(file, [Request(words=list(words)).model_dump_json()])
     try:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        start_s = time.monotonic()
+        last_state, next_line_s = "", 0.0
+        while (waited_s := time.monotonic() - start_s) < timeout_s:
             request = Request.model_validate_json(file.read_bytes())
             if request.is_refused:
                 raise ConfigError(f"move: {request.answer}")
             if request.answer is not None:
                 return request.answer
+            if request.state != last_state or waited_s > next_line_s:
+                on_progress(f"{waited_s:3.0f} s: {request.state}")
+                last_state, next_line_s = request.state, waited_s + PROGRESS_S
             time.sleep(POLL_S)
     finally:
         file.unlink(missing_ok=True)
