@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,13 @@ def test_an_exception_in_a_method_says_where_it_happened_and_how(
     assert "Traceback (most recent call last)" in str(error)
     assert 'raise ValueError(f"broken on purpose on {self.rank}")' in str(error), "the line of the role's own code"
     assert_still_works(healthy, bystander)
+
+
+def test_processes_are_found_by_pool_and_rank_in_the_list_of_processes(healthy: RoleProxy) -> None:
+    for _ in range(2):  # Ray would change the title with each call
+        titles = [Path(f"/proc/{process.pid}/cmdline").read_text() for process in healthy.group.processes]
+        assert [title.rstrip("\0 ") for title in titles] == ["rolepool healthy/0", "rolepool healthy/1"]
+        healthy.work().get()
 
 
 def test_what_the_user_must_change_is_told_without_a_traceback(healthy: RoleProxy) -> None:

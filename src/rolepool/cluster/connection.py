@@ -24,6 +24,7 @@ import ray._private.worker as ray_worker
 from ray._private import ray_constants, ray_logging
 from ray.exceptions import RayError
 
+from rolepool.cluster.titles import PREFIX
 from rolepool.errors import PlacementError, RayDiedError, logger, one_line
 from rolepool.files import left_behind, owned_folder
 
@@ -210,7 +211,8 @@ def _end_ray_in(folder: Path) -> None:
     """End the processes of Ray that have a file of the folder open, such as their log."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            is_ray = any(word.startswith("ray::") or "/ray/" in word for word in process.cmdline())
+            titles = ("ray::", PREFIX)
+            is_ray = any(word.startswith(titles) or "/ray/" in word for word in process.cmdline())
             if is_ray and any(Path(file.path).is_relative_to(folder) for file in process.open_files()):
                 process.kill()
                 process.wait(timeout=5.0)

@@ -35,6 +35,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
+from rolepool.cluster.titles import keep_title, set_title
 from rolepool.config.functions import import_extensions, import_object
 from rolepool.errors import RolepoolError, WorkerError, logger
 from rolepool.metrics import Span
@@ -75,6 +76,7 @@ class WorkerProcess:
     def __init__(self, folder: str, extensions: Sequence[str] = ()) -> None:
         """`folder` is the driver's working folder. Relative paths are relative to it, not to the folder where Ray was
         started. `extensions` are the modules of the driver's `trainer.extensions`."""
+        keep_title()
         gc.freeze()  # modules stay, so nobody has to look through them for garbage
         self._folder = folder
         with suppress(OSError):  # files that the config names are checked on every node before they are read
@@ -142,6 +144,7 @@ class WorkerProcess:
 
     def take_rank(self, context: WorkerContext, share: float) -> tuple[str, int] | None:
         """Become this rank, with this share of the GPU's memory. Rank 0 returns the address of the process group."""
+        set_title(context.pool, context.rank)
         # Ray reads this line, and prints the name before every later line.
         for stream in (sys.stdout, sys.stderr):
             print(f"{LOG_PREFIX_ACTOR_NAME}{context.pool}/{context.rank}", file=stream, flush=True)
