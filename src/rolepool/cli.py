@@ -208,18 +208,18 @@ def recipes(parser: Parser, arguments: list[str]) -> None:
 
 
 def compare(parser: Parser, arguments: list[str]) -> int | None:
-    """Compare runs of the same work; with --run, first train a recipe with each placement listed after `--`."""
-    usage = "rolepool compare RUN [RUN...] [--output-dir DIR] [--force]\n       rolepool compare --run RECIPE "
+    """Compare runs: reward, speed and keys; with --run, first train a recipe with each placement listed after `--`."""
+    usage = "rolepool compare RUN [RUN...] [--output-dir DIR]\n       rolepool compare --run RECIPE "
     parser.usage = usage + "[key=value...] -- standard split placement.strategy=split,key=value"
     words_help = "run folders; with --run, overrides for all placements"
     parser.add_argument("words", nargs="*", metavar="RUN|key=value", help=words_help)
     parser.add_argument("--run", metavar="RECIPE", help="first train this recipe with each placement")
     parser.add_argument("--output-dir", metavar="DIR", help="default: `comparison` next to the first run")
-    parser.add_argument("--force", action="store_true", help="compare runs even if their work differs")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
 
     from rolepool.report import compare as comparison
+    from rolepool.report.comparison_page import write_comparison
     from rolepool.terminal import Terminal
     from rolepool.trainer.supervisor import wait_for
 
@@ -233,15 +233,15 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     if len(runs) < 2 or (placements and options.run is None):
         raise ConfigError("compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS")
     print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
-    if not options.force:
-        comparison.check_same_work(runs)
     lines = comparison.compare(runs)
     terminal = Terminal(width=comparison.TABLE_WIDTH)
-    terminal.print(*comparison.headlines(runs, lines), "", sep="\n", soft_wrap=True)
+    sentences = [comparison.headline(runs, lines), *comparison.notes_on(runs)]
+    terminal.print(*sentences, "", sep="\n", soft_wrap=True)
     terminal.print(comparison.as_table(lines))
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
-        print(comparison.write_comparison(runs, lines, output))
+        page = write_comparison(runs, lines, output)
+    print(page)
     return EXIT_USER_ERROR if failures else None
 
 

@@ -202,6 +202,7 @@ def test_steps_that_become_slower_while_utilization_falls_show_outside_load() ->
         (2.0, 90.0, 1.0),  # slower, with the same utilization: the run itself does more
         (1.0, 45.0, 1.0),  # as fast with less
         (2.0, 45.0, 2.0),  # twice the tokens in twice the time
+        (1.4, 60.0, 1.0),  # as much as short steps differ on a machine with few cores
     ],
 )
 def test_other_changes_are_a_property_of_the_run(slow: float, percent: float, tokens: float) -> None:

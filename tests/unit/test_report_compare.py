@@ -1,4 +1,4 @@
-"""A comparison says what differs, by how much and whether that is noise; unlike work is not compared."""
+"""A comparison says what differs, by how much and whether that is noise, and which keys differ."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,26 @@ from rolepool.errors import ConfigError, Terminated
 from rolepool.report.compare import (
     Line,
     as_table,
-    check_same_work,
     compare,
-    headlines,
+    differences,
+    headline,
+    notes_on,
     overrides_of,
     ratio_of_means,
     read_runs,
     run_placements,
     with_unit,
+)
+from rolepool.report.comparison_page import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    MAX_POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    charts_of,
+    ticks,
     write_comparison,
 )
 from rolepool.report.findings import outside_load
@@ -124,20 +137,31 @@ def test_a_run_without_rows_is_refused(tmp_path: Path, folders: list[Path]) -> N
 
 
 def test_runs_under_different_placements_do_the_same_work(folders: list[Path]) -> None:
-    check_same_work(read_runs(folders))
+    found = differences(read_runs(folders))
+    assert [(one.key, one.is_work) for one in found] == [("placement.strategy", False)]
+    assert list(notes_on(read_runs(folders))) == []
 
 
-def test_work_that_differs_is_refused_key_by_key(tmp_path: Path, folders: list[Path]) -> None:
+def test_work_that_differs_is_listed_key_by_key_before_other_keys(tmp_path: Path, folders: list[Path]) -> None:
     changed = ("data.train_batch_size=32", "actor_rollout_ref.rollout.n=2", "trainer.seed=5")
-    other = write_run(tmp_path / "other", num_steps=2, overrides=changed)
-    with pytest.raises(ConfigError) as refused:
-        check_same_work(read_runs([folders[0], other]))
-    assert refused.value.problems == (
-        "data.train_batch_size: the work of the runs differs (64 in standard, 32 in other); "
-        "to compare them anyway, use --force",
-        "actor_rollout_ref.rollout.n: the work of the runs differs (1 in standard, 2 in other); "
-        "to compare them anyway, use --force",
-    )
+    other = write_run(tmp_path / "other", num_steps=8, overrides=changed)
+    runs = read_runs([folders[0], other])
+    assert [(one.key, one.is_work) for one in differences(runs)] == [
+        ("data.train_batch_size", True),
+        ("actor_rollout_ref.rollout.n", True),
+        ("trainer.seed", False),
+    ]
+    assert list(notes_on(runs))[1:] == [
+        "  data.train_batch_size: 64 in standard, 32 in other",
+        "  actor_rollout_ref.rollout.n: 1 in standard, 2 in other",
+    ]
+    assert headline(runs, compare(runs)).endswith(" with 95% confidence; their work differs in 2 keys")
+
+
+def test_names_of_runs_are_no_difference(tmp_path: Path) -> None:
+    names = ("trainer.experiment_name", "trainer.default_local_dir", "trainer.project_name")
+    runs = [write_run(tmp_path / name, num_steps=1, overrides=tuple(f"{key}={name}" for key in names)) for name in "ab"]
+    assert differences(read_runs(runs)) == []
 
 
 def test_long_values_that_differ_at_their_end_are_told_apart(tmp_path: Path) -> None:
@@ -146,8 +170,16 @@ def test_long_values_that_differ_at_their_end_are_told_apart(tmp_path: Path) -> 
     for run, path in zip(runs, paths, strict=True):
         text = (run / "config.yaml").read_text()
         (run / "config.yaml").write_text(text.replace("recipes/shapes/qwen2.5-0.5b", path))
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path"):
-        check_same_work(read_runs(runs))
+    (found,) = [one for one in differences(read_runs(runs)) if one.key == "actor_rollout_ref.model.path"]
+    assert found.values == dict(zip("ab", paths, strict=True))
+
+
+def test_a_run_without_config_is_compared_all_the_same(tmp_path: Path, folders: list[Path]) -> None:
+    other = write_run(tmp_path / "other", num_steps=6, overrides=("data.train_batch_size=32",))
+    (other / "config.yaml").unlink()
+    runs = read_runs([folders[0], other])
+    assert differences(runs) == []
+    assert write_comparison(runs, compare(runs), tmp_path).is_file()
 
 
 def test_runs_without_spans_or_without_generation_are_compared_all_the_same(
@@ -161,15 +193,20 @@ def test_runs_without_spans_or_without_generation_are_compared_all_the_same(
     assert [file.name for file in (tmp_path / "comparison").iterdir()] == ["comparison.html"]
 
 
-def test_the_command_refuses_such_runs_and_can_be_forced(
+def test_the_command_compares_such_runs_and_says_what_differs(
     tmp_path: Path, folders: list[Path], rolepool: Callable[..., Any]
 ) -> None:
-    other = write_run(tmp_path / "other", num_steps=6, overrides=("actor_rollout_ref.actor.ppo_epochs=2",))
-    arguments = ("compare", str(folders[0]), str(other), "--output-dir", str(tmp_path / "out"))
-    refused = rolepool(*arguments)
-    assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 2)
-    assert "actor_rollout_ref.actor.ppo_epochs: the work of the runs differs (1 in standard, 2 in other)" in refused.err
-    assert rolepool(*arguments, "--force").code == 0
+    other = write_run(tmp_path / "other", num_steps=6, overrides=("data.max_prompt_length=64",))
+    ended = rolepool("compare", str(folders[0]), str(other), "--output-dir", str(tmp_path / "out"))
+    assert (ended.code, ended.err) == (0, "")
+    first, second, third, *_ = ended.out.splitlines()
+    assert first.endswith("; their work differs in 1 key")
+    assert second == "The work of a step differs, so times cannot be compared directly:"
+    assert third == "  data.max_prompt_length: 512 in standard, 64 in other"
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert third.strip() in page
+    (row,) = re.findall(r"<tr><th><code>data.max_prompt_length</code>.*?</tr>", page)
+    assert re.findall(r"<td.*?>(?:<code>)?(.*?)<", row) == ["512", "64", "the work"]
 
 
 # The command
@@ -190,14 +227,16 @@ def test_the_command_prints_a_headline_and_a_table_and_writes_a_page(
     assert "timing_s/update_critic" in ended.out and "…" not in ended.out
     assert ended.out.splitlines()[-1] == str(tmp_path / "out" / "comparison.html")
     page = (tmp_path / "out" / "comparison.html").read_text()
-    assert "<h1>two is 1." in page and "a&lt;b&gt;[red]$x$" in page and "a<b>" not in page
+    assert re.search(r"<h1>two is 1.*?</h1>", page)
+    assert "a&lt;b&gt;[red]$x$" in page and "a<b>" not in page
     assert "src=" not in page and "<script" not in page and "pool/critic_pool/busy_fraction" in page
 
 
 def test_the_legend_of_the_page_has_every_segment_of_its_lanes(tmp_path: Path, folders: list[Path]) -> None:
     runs = read_runs(folders)
     page = write_comparison(runs, compare(runs), tmp_path).read_text()
-    legend = page[page.index('<div class="legend">') : page.index("The step with the median duration")]
+    section = page[page.index("A typical step of each run") : page.index("Mean times")]
+    legend = section[section.index('<div class="legend">') :]
     segments = set(re.findall(r'<b title="(\w+): ', page))
     assert segments == {
         "gen",
@@ -212,6 +251,62 @@ def test_the_legend_of_the_page_has_every_segment_of_its_lanes(tmp_path: Path, f
     assert all(f"{name}</span>" in legend for name in (*segments, "waiting"))
     colors = dict(re.findall(r'<i style="background: (#\w+)"></i>(\w+)<', legend))
     assert len(colors) == legend.count("<i ") - 1, "no two operations have the same colour"
+
+
+# Curves
+
+
+def test_rewards_and_scores_are_drawn_over_each_other_by_step_and_by_time(tmp_path: Path, folders: list[Path]) -> None:
+    runs = read_runs(folders)
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    titles = ["Reward by step", "Reward by time", "Validation score by step", "Validation score by time"]
+    assert list(charts) == titles
+    for chart in charts.values():
+        assert [curve.run for curve in chart.curves] == ["standard", "split"]
+        for curve in chart.curves:
+            assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path)
+    # The same rewards in the same steps, so by step one curve lies on the other; by time, the faster run is ahead.
+    by_step, by_time = charts["Reward by step"].curves, charts["Reward by time"].curves
+    assert by_step[0].path[:14] == by_step[1].path
+    times_s = [sum(finite_values(run.metrics, "timing_s/step").values()) for run in runs.values()]
+    ends = [curve.path[-1][0] for curve in by_time]
+    starts = [curve.path[0][0] for curve in by_time]
+    assert max(ends) == WIDTH - RIGHT and min(starts) == LEFT
+    assert (ends[0] > ends[1]) == (times_s[0] > times_s[1])
+    page = write_comparison(runs, compare(runs), tmp_path).read_text()
+    assert page.count("<polyline") == 8
+    assert page.index("Reward by time") < page.index("A typical step") < page.index("Keys that differ")
+
+
+def test_a_long_run_is_drawn_with_few_points(tmp_path: Path, folders: list[Path]) -> None:
+    long = read_runs([folders[0]])["standard"]
+    rows = {step: {"critic/score/mean": step / 5000, "timing_s/step": 1.0} for step in range(1, 5001)}
+    runs = {"long": replace(long, metrics=rows), "short": long}
+    assert max(len(curve.path) for chart in charts_of(runs) for curve in chart.curves) == MAX_POINTS
+    assert write_comparison(runs, compare(runs), tmp_path).stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 6, [-3.0] * 6, [1e-9] * 6, [5.0], [float("nan"), 1.0], [-1e9, 1e9]])
+def test_curves_that_are_flat_short_or_extreme_stay_in_their_chart(folders: list[Path], rewards: list[float]) -> None:
+    long = read_runs([folders[0]])["standard"]
+    rows = {step: {"critic/score/mean": reward, "timing_s/step": 1.0} for step, reward in enumerate(rewards, 1)}
+    for chart in charts_of({"one": replace(long, metrics=rows)}):
+        assert chart.y_ticks
+        (curve,) = chart.curves
+        assert all(LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM for x, y in curve.path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (-5, 5, [-4, -2, 0, 2, 4]),
+        (0.0, 0.0, [0]),
+        (17, 18.9, [17, 17.5, 18, 18.5]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)
 
 
 # Verdicts
@@ -237,15 +332,16 @@ def test_the_headline_says_how_much_faster_a_run_is(tmp_path: Path, factor: floa
     one = write_run(tmp_path / "one", num_steps=30, seed=3)
     slower = {"update_actor": factor, "update_critic": factor}
     runs = read_runs([one, write_run(tmp_path / "two", num_steps=30, seed=4, slower=slower)])
-    (headline,) = headlines(runs, compare(runs))
-    found = re.fullmatch(expected, headline)
-    assert found and float(found[1]) <= float(found[2]), headline
+    sentence = headline(runs, compare(runs))
+    found = re.fullmatch(expected, sentence)
+    assert found and float(found[1]) <= float(found[2]), sentence
 
 
 def test_few_steps_give_no_headline_verdict(tmp_path: Path, folders: list[Path]) -> None:
     runs = read_runs([folders[0], write_run(tmp_path / "few", num_steps=4)])
-    (headline,) = headlines(runs, compare(runs))
-    assert headline == "no verdict on few and standard: at least 5 steps after the warm-up are needed"
+    assert (
+        headline(runs, compare(runs)) == "no verdict on few and standard: at least 5 steps after the warm-up are needed"
+    )
 
 
 def test_the_verdict_is_withheld_with_the_reason_if_a_run_had_outside_load(tmp_path: Path, folders: list[Path]) -> None:
@@ -255,8 +351,29 @@ def test_the_verdict_is_withheld_with_the_reason_if_a_run_had_outside_load(tmp_p
     reason = outside_load(runs["disturbed"])
     assert reason is not None
     lines = compare(runs)
-    assert [*headlines(runs, lines)] == [f"no verdict on disturbed and standard. disturbed: {reason}"]
+    sentence = "no verdict on disturbed and standard: other programs slowed disturbed down"
+    assert headline(runs, lines) == sentence
+    assert list(notes_on(runs)) == [f"disturbed: {reason}"]
     assert {line.ratio.verdict for line in lines if line.ratio} == {"outside load"}
+    page = write_comparison(runs, lines, tmp_path).read_text()
+    assert f"<h1>{sentence}</h1>" in page and f"<li>disturbed: {reason}</li>" in page
+
+
+def test_the_headline_of_several_runs_is_one_sentence_about_the_first(tmp_path: Path, folders: list[Path]) -> None:
+    one = write_run(tmp_path / "one", num_steps=30, seed=3)
+    same = write_run(tmp_path / "same", num_steps=30, seed=4)
+    fast = write_run(tmp_path / "fast", num_steps=30, seed=5, slower={"update_actor": 0.5, "update_critic": 0.5})
+    slow = write_run(tmp_path / "slow", num_steps=30, seed=6, slower={"update_actor": 2.0})
+    few = write_run(tmp_path / "few", num_steps=3)
+    disturbed = write_run(tmp_path / "disturbed", num_steps=30)
+    slow_down(disturbed, from_step=16)
+    runs = read_runs([one, same, fast, slow, few, disturbed])
+    assert re.fullmatch(
+        r"compared with one: no difference can be seen to same, fast is 1\.\d\dx faster \(1\.\d\d to 1\.\d\d\), "
+        r"slow is 1\.\d\dx slower \(1\.\d\d to 1\.\d\d\), no verdict on few \(too few steps\), "
+        r"no verdict on disturbed \(other programs used the machine\)",
+        headline(runs, compare(runs)),
+    )
 
 
 def slow_down(folder: Path, from_step: int) -> None:

@@ -1,7 +1,7 @@
-"""Comparing runs of the same work: what took how long, and which differences are significant.
+"""Comparing runs: what took how long, which differences are significant, and which keys differ.
 
-Owns the comparison as numbers, table and page (every number comes from the metrics and spans of the runs), and
-training one recipe with several placements, one after another, each in its own process.
+Owns the comparison as numbers, words and table (every number comes from the metrics of the runs), and training one
+recipe with several placements, one after another, each in its own process. Does not know the page.
 """
 
 import os
@@ -15,14 +15,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 from rich.table import Table
 
 from rolepool.config import load_config, show
+from rolepool.config.schema import all_keys
 from rolepool.errors import ConfigError, PlacementError, Terminated, collected
-from rolepool.files import write_atomically
 from rolepool.metrics.run_folder import validation_score
-from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
 from rolepool.placement import build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.report import plots
@@ -44,7 +42,11 @@ NUM_LINES_SHOWN = 10
 WaitFor = Callable[[int], tuple[int, int]]
 """Waits for a process. Returns its exit code, and the last signal that was passed on to it, or 0."""
 
-TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+NAME_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name")
+"""Keys that only name a run."""
+
+LAST_REWARDS, LAST_SCORE = "critic/score/mean (last 10%)", "val-core (last)"
+"""Measures of a whole run."""
 
 
 class Ratio(NamedTuple):
@@ -67,21 +69,39 @@ class Line(NamedTuple):
     ratio: Ratio | None = None
 
 
+class Difference(NamedTuple):
+    """A key that has different values in the runs."""
+
+    key: str
+    values: dict[str, str]
+    """The value of each run, as text."""
+    is_work: bool
+    """Whether it changes what a step has to compute, so that times cannot be compared directly."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: " + ", ".join(f"{value} in {name}" for name, value in self.values.items())
+
+
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
     """The runs by distinct names, in the given order. A run that moved counts as several, one for each placement."""
     parts = (read_parts(folder, name) for folder, name in zip(folders, distinct_names(folders), strict=True))
     return dict(chain.from_iterable(named.items() for named in parts))
 
 
-def check_same_work(runs: Mapping[str, Run]) -> None:
-    """Raise ConfigError with a line for each key that makes the runs' work differ."""
-    problems = []
-    for key in plots.TABLES.work_keys:
-        values = {name: value_at(run.config, key) for name, run in runs.items()}
-        if any(value != next(iter(values.values())) for value in values.values()):
-            shown = ", ".join(f"{show(value)} in {name}" for name, value in values.items())
-            problems.append(f"{key}: the work of the runs differs ({shown}); to compare them anyway, use --force")
-    ConfigError.raise_if_any(problems)
+def differences(runs: Mapping[str, Run]) -> list[Difference]:
+    """The keys that differ between the runs, without those that only name a run; first those of the work."""
+    configs = {name: run.config for name, run in runs.items() if run.config}
+    keys = dict.fromkeys([*plots.TABLES.work_keys, *all_keys()])
+    found = []
+    for key in keys:
+        values = {name: value_at(config, key) for name, config in configs.items()}
+        if key in NAME_KEYS or all(value == next(iter(values.values())) for value in values.values()):
+            continue
+        texts = {name: show(value) for name, value in values.items()}
+        if len(set(texts.values())) < 2:  # long values whose beginnings are equal
+            texts = {name: str(value) for name, value in values.items()}
+        found.append(Difference(key, texts, key in plots.TABLES.work_keys))
+    return found
 
 
 def compare(runs: Mapping[str, Run]) -> list[Line]:
@@ -109,25 +129,68 @@ def compare(runs: Mapping[str, Run]) -> list[Line]:
     return lines
 
 
-def headlines(runs: Mapping[str, Run], lines: Sequence[Line]) -> Iterator[str]:
-    """For each run after the first: how much faster or slower its steps are, or why there is no verdict."""
+def headline(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+    """One sentence: how much faster or slower the steps of the other runs are than those of the first, or why there is
+    no verdict."""
     first, *others = runs
     ratios = {line.run: line.ratio for line in lines if line.measure == f"{TIMING}step"}
-    loads = {name: outside_load(run) for name, run in runs.items()}
-    for name in others:
-        reasons = [f"{which}: {loads[which]}" for which in (first, name) if loads[which]]
-        refusal = f"no verdict on {name} and {first}. {' '.join(reasons)}"
-        yield refusal if reasons else _headline(name, first, ratios.get(name))
+    disturbed = [name for name, run in runs.items() if outside_load(run)]
+    if len(others) == 1:
+        sentence = _of_two(others[0], first, ratios.get(others[0]), disturbed)
+    else:
+        clauses = [_clause(name, ratios.get(name), {name, first} & {*disturbed}) for name in others]
+        sentence = f"compared with {first}: {', '.join(clauses)}"
+    num_keys = sum(difference.is_work for difference in differences(runs))
+    if not num_keys:
+        return sentence
+    return f"{sentence}; their work differs in {num_keys} key{'s' if num_keys > 1 else ''}"
 
 
-def _headline(name: str, first: str, ratio: Ratio | None) -> str:
+def _of_two(name: str, first: str, ratio: Ratio | None, disturbed: Sequence[str]) -> str:
+    if disturbed:
+        return f"no verdict on {name} and {first}: other programs slowed {' and '.join(disturbed)} down"
     if ratio is None or not ratio.low > 0:
         return f"no verdict on {name} and {first}: at least {MIN_STEPS} steps after the warm-up are needed"
-    factor, low, high = ratio[:3] if ratio.verdict == "more" else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+    factor, low, high = _factor(ratio)
     interval = f"{low:.2f} to {high:.2f} with 95% confidence"
     if ratio.verdict == "within noise":
         return f"no difference can be seen between {name} and {first}: {factor:.2f}x as fast, {interval}"
-    return f"{name} is {factor:.2f}x {'slower' if ratio.verdict == 'more' else 'faster'} than {first}, {interval}"
+    return f"{name} is {factor:.2f}x {_faster_or_slower(ratio)} than {first}, {interval}"
+
+
+def _clause(name: str, ratio: Ratio | None, disturbed: set[str]) -> str:
+    """The verdict on one of several runs, as a part of a sentence."""
+    if disturbed:
+        return f"no verdict on {name} (other programs used the machine)"
+    if ratio is None or not ratio.low > 0:
+        return f"no verdict on {name} (too few steps)"
+    if ratio.verdict == "within noise":
+        return f"no difference can be seen to {name}"
+    factor, low, high = _factor(ratio)
+    return f"{name} is {factor:.2f}x {_faster_or_slower(ratio)} ({low:.2f} to {high:.2f})"
+
+
+def _faster_or_slower(ratio: Ratio) -> str:
+    return "slower" if ratio.verdict == "more" else "faster"
+
+
+def _factor(ratio: Ratio) -> tuple[float, float, float]:
+    """How many times slower a run is if its steps take longer, or else how many times faster, with the interval."""
+    if ratio.verdict == "more":
+        return ratio.value, ratio.low, ratio.high
+    return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
+
+
+def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
+    """What limits the comparison, in one line for each run that other programs slowed down, and for each key that
+    changes the work."""
+    for name, run in runs.items():
+        if load := outside_load(run):
+            yield f"{name}: {load}"
+    work = [difference for difference in differences(runs) if difference.is_work]
+    if work:
+        yield "The work of a step differs, so times cannot be compared directly:"
+        yield from (f"  {difference}" for difference in work)
 
 
 def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | None:
@@ -144,14 +207,14 @@ def ratio_of_means(first: Sequence[float], other: Sequence[float]) -> Ratio | No
     return Ratio(value, float(low), float(high), "less" if high < 1 else "more" if low > 1 else "within noise")
 
 
-def _after_warm_up(steps: list[Any]) -> list[Any]:
+def after_warm_up(steps: list[Any]) -> list[Any]:
     """Skip the warm-up: the first 10% of the steps, at least one and at most ten."""
     return steps[min(10, max(1, len(steps) // 10)) :] or steps
 
 
 def measured_steps(run: Run) -> dict[int, dict[str, float]]:
     """The metrics of the steps after the warm-up."""
-    return dict(_after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
+    return dict(after_warm_up([(step, row) for step, row in run.metrics.items() if f"{TIMING}step" in row]))
 
 
 def _step_measures(run: Run) -> dict[str, list[float]]:
@@ -170,17 +233,17 @@ def _run_measures(run: Run) -> dict[str, float]:
     """Measures that a run has only once: peak memory, and reward and validation at its end."""
     measures: dict[str, float] = {}
     if scores := [*finite_values(run.metrics, "critic/score/mean").values()]:
-        measures["critic/score/mean (last 10%)"] = fmean(scores[-max(1, len(scores) // 10) :])
+        measures[LAST_REWARDS] = fmean(scores[-max(1, len(scores) // 10) :])
     for row in run.metrics.values():
         if (score := validation_score(row)) is not None:
-            measures["val-core (last)"] = score
+            measures[LAST_SCORE] = score
     for name in sorted(metric_names(run.metrics)):
         if name.endswith(("memory_allocated_gb", "/peak_memory_gb")):
             measures[f"{name} (most)"] = max(finite_values(run.metrics, name).values(), default=np.nan)
     return measures
 
 
-# The table and the page
+# The table
 
 
 def as_table(lines: Sequence[Line]) -> Table:
@@ -210,39 +273,6 @@ def with_unit(measure: str, value: float) -> str:
         return f"{value:.0%}"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return number + (" GiB" if "_gb" in measure else " tokens/s" if "throughput" in measure else "")
-
-
-def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
-    """The page: headlines, a typical step of each run, the mean times of operations, and the table."""
-    means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
-    operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
-    groups = groupby(lines, key=lambda line: line.measure)
-    return TEMPLATES.get_template("comparison.html").render(
-        headlines=[*headlines(runs, lines)],
-        steps=typical_steps(runs),
-        means=means,
-        colors=plots.colors_for(operations),
-        measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
-        duration=duration,
-    )
-
-
-def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
-    """Write the page as `comparison.html` in a folder, and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_atomically(folder / "comparison.html", [render_comparison(runs, lines)])
-
-
-def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
-    """For each run that has recorded a step: the number of the step with the median duration, its seconds, and what the
-    first rank of each pool did in it."""
-    found = {}
-    for name, run in runs.items():
-        steps = _after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
-        if steps:
-            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
-            found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
-    return found
 
 
 # Training with several placements

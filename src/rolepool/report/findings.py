@@ -27,7 +27,7 @@ LITTLE_MEMORY_LEFT, MUCH_MEMORY_LEFT = 0.05, 0.4
 
 MAX_PERIODS, MIN_STEPS = 10, 4
 """Periods that are compared to find outside load, and the steps with samples that each needs."""
-SLOWER, LESS_USE = 1.2, 0.85
+SLOWER, LESS_USE = 1.5, 0.85
 """Outside load: a period is this much slower than the fastest one, and uses less than this part of its utilization."""
 
 SpansByStep = Mapping[int, Sequence[Recorded]]

@@ -1,0 +1,221 @@
+"""The page of a comparison: one file without scripts, which needs no network.
+
+Owns what is on it and its charts, in which the curves of all runs are drawn over each other. `compare` owns the
+numbers and verdicts, `comparison.html` the layout.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader
+
+from rolepool.files import write_atomically
+from rolepool.metrics.run_folder import validation_score
+from rolepool.metrics.spans import Bar, first_rank_lanes, step_bounds
+from rolepool.report import plots
+from rolepool.report.compare import (
+    LAST_REWARDS,
+    LAST_SCORE,
+    Line,
+    after_warm_up,
+    cells_of,
+    differences,
+    headline,
+    measured_steps,
+    notes_on,
+    with_unit,
+)
+from rolepool.report.curves import binned
+from rolepool.report.findings import duration
+from rolepool.report.run import TIMING, MetricsByStep, Run, finite_values
+
+MAX_POINTS = 200
+"""Points of a line."""
+MAX_DOTS = 25
+"""A line with at most so many points shows each of them as a dot."""
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 230, 50, 16, 10, 34
+"""The size of a chart, and the space around its lines."""
+NUM_TICKS = 5
+
+TEMPLATES = Environment(loader=PackageLoader("rolepool", "report"), autoescape=True, trim_blocks=True)
+
+Points = Sequence[tuple[float, float]]
+
+
+class Curve(NamedTuple):
+    """The line of one run in a chart."""
+
+    run: str
+    place: int
+    """Its place among all runs, which decides its colour."""
+    path: list[tuple[float, float]]
+    """Points in the chart's own units."""
+
+
+class Chart(NamedTuple):
+    """The curves of several runs, and the places and texts of the ticks of both axes."""
+
+    title: str
+    curves: list[Curve]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+
+
+def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
+    """The page: the headline, the curves of rewards and scores, times, the keys that differ, and all measures."""
+    means = {name: plots.mean_times(measured_steps(run)) for name, run in runs.items()}
+    operations = plots.in_step_order({name for times in means.values() for name in times} - {"step"})
+    groups = groupby(lines, key=lambda line: line.measure)
+    return TEMPLATES.get_template("comparison.html").render(
+        headline=headline(runs, lines),
+        notes=[note.strip() for note in notes_on(runs)],
+        summary=_summary(runs, lines),
+        charts=list(charts_of(runs)),
+        chart={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        max_dots=MAX_DOTS,
+        steps=typical_steps(runs),
+        means=means,
+        colors=plots.colors_for(operations),
+        differences=differences(runs),
+        measures={measure: [(line.run, cells_of(line)) for line in group] for measure, group in groups},
+        duration=duration,
+    )
+
+
+def write_comparison(runs: Mapping[str, Run], lines: Sequence[Line], folder: Path) -> Path:
+    """Write the page as `comparison.html` in a folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_atomically(folder / "comparison.html", [render_comparison(runs, lines)])
+
+
+def _summary(runs: Mapping[str, Run], lines: Sequence[Line]) -> dict[str, dict[str, str]]:
+    """The most important numbers of each run, by the titles of their columns."""
+    values = {(line.measure, line.run): line.mean for line in lines}
+
+    def cell(measure: str, name: str) -> str:
+        value = values.get((measure, name))
+        return "" if value is None else with_unit(measure, value)
+
+    summary = {}
+    for name, run in runs.items():
+        times_s = finite_values(run.metrics, f"{TIMING}step")
+        summary[name] = {
+            "pools": run.plan.in_words if run.plan is not None else "",
+            "steps": f"{len(times_s):,}",
+            "reward at the end": cell(LAST_REWARDS, name),
+            "validation score": cell(LAST_SCORE, name),
+            "mean step": cell(f"{TIMING}step", name),
+            "all steps": duration(sum(times_s.values())),
+        }
+    return summary
+
+
+def typical_steps(runs: Mapping[str, Run]) -> dict[str, tuple[int, float, dict[str, list[Bar]]]]:
+    """For each run that has recorded a step: the number of the step with the median duration, its seconds, and what the
+    first rank of each pool did in it."""
+    found = {}
+    for name, run in runs.items():
+        steps = after_warm_up([(step, *bounds) for step, bounds in step_bounds(run.spans).items()])
+        if steps:
+            number, start_s, end_s = sorted(steps, key=lambda step: step[2] - step[1])[len(steps) // 2]
+            found[name] = number, end_s - start_s, first_rank_lanes(run.spans, start_s, end_s)
+    return found
+
+
+# Charts
+
+
+def charts_of(runs: Mapping[str, Run]) -> Iterator[Chart]:
+    """Rewards and validation scores of all runs, each by step and by time."""
+    for title, values_of in {"Reward": _rewards, "Validation score": _scores}.items():
+        values = {name: values_of(run.metrics) for name, run in runs.items()}
+        if not any(values.values()):
+            continue
+        by_step = {name: [(float(step), value) for step, value in points.items()] for name, points in values.items()}
+        by_time = {name: _by_time(runs[name].metrics, points) for name, points in values.items()}
+        yield _chart(f"{title} by step", by_step, _step_ticks)
+        if any(points[-1][0] > 0 for points in by_time.values() if points):
+            yield _chart(f"{title} by time", by_time, _time_ticks)
+
+
+def _rewards(metrics: MetricsByStep) -> dict[int, float]:
+    return finite_values(metrics, plots.REWARD)
+
+
+def _scores(metrics: MetricsByStep) -> dict[int, float]:
+    scores = {step: validation_score(row) for step, row in metrics.items()}
+    return {step: score for step, score in scores.items() if score is not None and math.isfinite(score)}
+
+
+def _by_time(metrics: MetricsByStep, values: Mapping[int, float]) -> list[tuple[float, float]]:
+    """The values against the time of all steps until then, without validations and checkpoints."""
+    times_s = finite_values(metrics, f"{TIMING}step")
+    points = []
+    now_s = 0.0
+    for step in sorted(times_s.keys() | values.keys()):
+        now_s += times_s.get(step, 0.0)
+        if step in values:
+            points.append((now_s, values[step]))
+    return points
+
+
+def _chart(
+    title: str, points_of: Mapping[str, Points], ticks_of: Callable[[float, float], list[tuple[float, str]]]
+) -> Chart:
+    """One line for each run, in bins if a run is long."""
+    lines = {}
+    for name, points in points_of.items():
+        if points:
+            bins = binned(points, MAX_POINTS)
+            lines[name] = list(zip(bins["x"], bins["mean"], strict=True))
+    xs = [x for line in lines.values() for x, _ in line]
+    ys = [y for line in lines.values() for _, y in line]
+    first, last = min(xs), max(xs)
+    low, high = _range_of(ys)
+
+    def place_x(x: float) -> float:
+        share = (x - first) / (last - first) if last > first else 0.5
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    def place_y(y: float) -> float:
+        return round(TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    curves = []
+    for place, name in enumerate(points_of):
+        if name in lines:
+            curves.append(Curve(name, place, [(place_x(x), place_y(y)) for x, y in lines[name]]))
+    x_ticks = [(place_x(at), text) for at, text in ticks_of(first, last)]
+    y_ticks = [(place_y(at), f"{at:.4g}") for at in ticks(low, high, NUM_TICKS)]
+    return Chart(title, curves, x_ticks, y_ticks)
+
+
+def _range_of(values: Sequence[float]) -> tuple[float, float]:
+    """The range of an axis: that of the values, from 0 on if they are not far from it, and never empty."""
+    low, high = min(values), max(values)
+    if 0 < low <= high / 2:
+        low = 0.0
+    margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+    return low if low == 0 else low - margin, high + margin
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About so many round numbers in a range."""
+    rough = (high - low) / count or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _step_ticks(first: float, last: float) -> list[tuple[float, str]]:
+    return [(at, f"{at:,.0f}") for at in ticks(first, last, NUM_TICKS) if at == int(at)]
+
+
+def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
+    """Times with a unit that fits the longest one."""
+    units = {"h": 3600.0, "min": 60.0, "s": 1.0}
+    unit, size = next(((unit, size) for unit, size in units.items() if last >= 2 * size), ("s", 1.0))
+    return [(at * size, f"{at:g} {unit}") for at in ticks(first / size, last / size, NUM_TICKS)]
