@@ -10,6 +10,7 @@ from pathlib import Path
 
 import rolepool
 from rolepool import api, errors
+from rolepool.data import given
 from rolepool.trainer import console
 
 SECTIONS = {
@@ -58,7 +59,7 @@ def markdown() -> str:
     classes = [kind for kind in vars(errors).values() if inspect.isclass(kind)]
     kinds = [kind for kind in classes if issubclass(kind, errors.RolepoolError) and kind is not errors.RolepoolError]
     lines = [f"- `{kind.__name__}`: {one_paragraph(inspect.getdoc(kind) or '')}\n" for kind in kinds]
-    aliases = [line for module in (api, console) for line in attributes(parsed(module)) if line[1:3].istitle()]
+    aliases = [line for module in (api, given, console) for line in attributes(parsed(module)) if line[1:3].istitle()]
     types = [f"- {line}\n" for line in aliases if "PYTHON_FUNCTION" not in line]
     return "\n".join([*parts, "".join(lines), "## Types in the signatures\n", "".join(types)])
 

@@ -6,10 +6,8 @@ imports wait until a function needs them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolepool.config import Config, LoadedConfig, loading
+from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
 from rolepool.config.schema import policy_loss_in_words
+from rolepool.data.given import Data, DataFiles
 from rolepool.data.rewards import PYTHON_FUNCTION
-from rolepool.errors import ConfigError, DataError, PlacementError, explained, logger
+from rolepool.errors import ConfigError, PlacementError, collected, explained, logger
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Source = str | Path | Mapping[str, Any] | LoadedConfig
 """A config file or the name of a recipe, keys with values, or a config that was loaded."""
-Data = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
-"""One or several files, or rows: a list of dicts, or a `datasets.Dataset`."""
 
 
 def load_config(config: Source | Sequence[Source] = (), **keys: Any) -> LoadedConfig:
@@ -70,8 +68,8 @@ def plan(
         inventory = ",".join(map(str, inventory))
     nodes = None if inventory is None else parse_inventory(inventory)
     memory_bytes = detect_gpu_memory() if gpu_memory is None else parse_memory(str(gpu_memory))
-    loaded = loading.load_config([*_files(config, keys), _named(model, placement)])
-    summary = summarise(loaded, nodes, memory_bytes)
+    draft = loading.read_config([*_files(config, keys), _named(model, placement)])
+    summary = summarise(checked_for_plan(draft, nodes, memory_bytes), nodes, memory_bytes)
     PlacementError.raise_if_any(summary.problems)
     return summary
 
@@ -107,22 +105,33 @@ def train(
     KeyboardInterrupt. Errors that you can fix are RolepoolErrors. May be called again in the same process.
     """
     from rolepool.trainer.main_ppo import start
+    from rolepool.trainer.start_checks import checked
 
+    problems: list[str] = []
     sources = [*_files(config, keys), _named(model, placement)]
     if isinstance(data, Mapping):
         sources.append({"data": data})
         data = None
     function = reward if callable(reward) else None
     if function is not None:
-        sources.append({"custom_reward_function": {"path": PYTHON_FUNCTION, "name": _name_to_send(function)}})
+        name = getattr(function, "__name__", type(function).__name__)
+        sources.append({"custom_reward_function": {"path": PYTHON_FUNCTION, "name": name}})
+        with collected(problems):
+            _check_can_be_sent(function, name)
     elif reward is not None:
         sources.append({"custom_reward_function.path": reward})
-    loaded = loading.load_config(sources)
-    folder = Path(loaded.config.trainer.default_local_dir).expanduser()
-    given = {split: one for split, one in (("train", data), ("val", val_data)) if one is not None}
-    files = {f"data.{split}_files": _as_data_files(one, split, folder) for split, one in given.items()}
-    start(loading.load_config([*sources, files]), function, on_step, on_validation)
-    return Run(folder)
+    with DataFiles(loading.read_config(sources).loaded.config) as files:
+        keys_of_data: dict[str, Any] = {}
+        for split, one in {"train": data, "val": val_data}.items():
+            if one is not None:
+                keys_of_data[f"data.{split}_files"] = []
+                with collected(problems):
+                    keys_of_data[f"data.{split}_files"] = files.of(one, split)
+        draft = loading.read_config([*sources, keys_of_data])
+        wrong_keys = [key for key, paths in keys_of_data.items() if not paths]
+        loaded = checked(draft.with_problems(problems, wrong_keys), function)
+        start(loaded, function, on_step, on_validation)
+    return Run(loaded.config.trainer.default_local_dir)
 
 
 class Run:
@@ -191,25 +200,71 @@ class Run:
         return Path(folder)
 
 
-def summarise(loaded: LoadedConfig, inventory: tuple[int, ...] | None, gpu_memory_bytes: int | None) -> PlanSummary:
+_Inventory = tuple[int, ...] | None  # the number of GPUs on each node; None if the config says it
+
+
+def checked_for_plan(draft: loading.Draft, inventory: _Inventory, gpu_memory_bytes: int | None) -> LoadedConfig:
+    """The config of a draft without problems. If it has some, ConfigError also has those of the plan, and why training
+    would not start."""
+    more: list[str] = []
+    if draft.problems:
+        arguments = (draft.loaded, inventory, gpu_memory_bytes)
+        more = lines_of(_plan_problems(*arguments), _why_not_started(*arguments))
+    return draft.checked(*more)
+
+
+def summarise(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> PlanSummary:
     """Make the plan of a config on these nodes, and find out what is known about it."""
-    config, is_set = loaded.config, "trainer.n_gpus_per_node" in loaded.set_keys
-    if not is_set and inventory is not None:
-        config = config.with_value("trainer.n_gpus_per_node", max(inventory))
-    elif not is_set and config.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
-        # The plan is not for another machine, and the default is the number of CPU slots.
-        config = config.with_value("trainer.device", "cpu")
-    # Use the whole inventory, or only as many nodes and GPUs as the user has set.
-    take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
-    replan = partial(build_plan, gpus_per_node=inventory, take_all=take_all)
+    config = _fitted(loaded, inventory, gpu_memory_bytes)
+    replan = _replan(loaded, inventory)
     made = replan(config)
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
     summary = _summary_of(config, made, gpu_memory_bytes, replan)
-    refused = [f"training does not start: {problem}" for problem in loaded.why_not_trained()]
+    refused = list(_why_not_started(loaded, inventory, gpu_memory_bytes))
     warnings = [*refused, *loaded.warnings, *find_warnings(config, made, on_cpus=on_cpus)]
-    if on_cpus or (inventory is None and max(made.gpus_per_node) <= num_gpus()):  # the plan is for such machines
+    if _is_for_this_machine(config, inventory):
         warnings += find_snapshot_warnings(summary.snapshot_bytes)
     return replace(summary, warnings=warnings)
+
+
+def _fitted(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Config:
+    """The config with the number of GPUs of the nodes that it is planned for, if the user did not set one."""
+    config = loaded.config
+    if "trainer.n_gpus_per_node" in loaded.set_keys:
+        return config
+    if inventory is not None:
+        return config.with_value("trainer.n_gpus_per_node", max(inventory))
+    if config.trainer.device == "auto" and gpu_memory_bytes is None and not num_gpus():
+        # The plan is not for another machine, and the default is the number of CPU slots.
+        return config.with_value("trainer.device", "cpu")
+    return config
+
+
+def _replan(loaded: LoadedConfig, inventory: _Inventory) -> Replan:
+    """What makes plans on the whole inventory, or only on as many nodes and GPUs as the user has set."""
+    take_all = inventory is not None and not loaded.set_keys & {"trainer.nnodes", "trainer.n_gpus_per_node"}
+    return partial(build_plan, gpus_per_node=inventory, take_all=take_all)
+
+
+def _is_for_this_machine(config: Config, inventory: _Inventory) -> bool:
+    """Whether a plan is for this machine, or one that has no more GPUs."""
+    return inventory is None and (config.trainer.device == "cpu" or config.trainer.n_gpus_per_node <= num_gpus())
+
+
+def _plan_problems(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Iterator[str]:
+    config = _fitted(loaded, inventory, gpu_memory_bytes)
+    yield from find_problems(config, _replan(loaded, inventory)(config))
+
+
+def _why_not_started(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int | None) -> Iterator[str]:
+    """Why the planned config cannot be trained: what is not implemented, and what this machine does not have."""
+    for problem in loaded.why_not_trained():
+        yield f"training does not start: {problem}"
+    if _is_for_this_machine(_fitted(loaded, inventory, gpu_memory_bytes), inventory):
+        from rolepool.trainer.start_checks import named_files_problems
+
+        for problem in named_files_problems(loaded):
+            yield f"training does not start: {problem}"
 
 
 def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Replan) -> PlanSummary:
@@ -248,36 +303,10 @@ def _named(model: str | Path | None, placement: str | Mapping[str, Any] | None) 
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _name_to_send(function: Callable[..., Any]) -> str:
-    """The name of a reward function. Raises ConfigError if it cannot be sent to other processes."""
+def _check_can_be_sent(function: Callable[..., Any], name: str) -> None:
+    """Raise ConfigError if a reward function cannot be sent to other processes."""
     import cloudpickle
 
-    name = getattr(function, "__name__", type(function).__name__)
     fix = "create what cannot be copied inside the function"
     with explained(f"reward={name}: cannot be sent to the reward workers", fix, Exception):  # it may raise anything
         cloudpickle.dumps(function)
-    return str(name)
-
-
-def _as_data_files(given: Data, split: str, folder: Path) -> list[str]:
-    """The files of a data set. Rows are written to a folder that is named after their content, so that an earlier run
-    keeps its rows."""
-    if isinstance(given, str | Path):
-        return [str(given)]
-    rows = given.to_list() if hasattr(given, "to_list") else list(given) if isinstance(given, Iterable) else [given]
-    if rows and isinstance(given, list | tuple) and all(isinstance(row, str | Path) for row in rows):
-        return [str(row) for row in rows]
-    text = "".join(f"{_as_json(row, split, number)}\n" for number, row in enumerate(rows, 1))
-    path = folder / "data" / hashlib.blake2b(text.encode(), digest_size=4).hexdigest() / f"{split}.jsonl"
-    with explained(f"trainer.default_local_dir={folder}: cannot be written", "name another folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return [str(write_atomically(path, [text]))]
-
-
-def _as_json(row: Any, split: str, number: int) -> str:
-    if not isinstance(row, Mapping):
-        what = f"{split} data: row {number} is of type {type(row).__name__}, not a dict"
-        raise DataError(f"{what}; give files, a list of dicts or a datasets.Dataset")
-    what = f"{split} data: row {number} cannot be written as JSON"
-    with explained(what, "use texts, numbers, lists and dicts", TypeError, ValueError):
-        return json.dumps(dict(row))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from rolepool import __version__
-from rolepool.command_line import EXIT_USER_ERROR, Parser, is_input, load_words, print_errors, run_program
+from rolepool.command_line import EXIT_USER_ERROR, Parser, is_input, load_words, print_errors, read_words, run_program
 from rolepool.errors import ConfigError, explained
 
 RUN_HELP = "the run folder, such as runs/demo"
@@ -52,16 +52,18 @@ def plan(parser: Parser, arguments: list[str]) -> int | None:
     parser.add_argument("--strict", action="store_true", help="exit with code 2 if the memory estimate does not fit")
     options = parser.parse_intermixed_args(arguments)
 
-    from rolepool.api import summarise
+    from rolepool.api import checked_for_plan, summarise
     from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
 
-    loaded = load_words(options)
+    draft = read_words(options)
     inventory = parse_inventory(options.inventory) if options.inventory is not None else None
     if options.live:
         from rolepool.cluster.cluster import live_inventory
 
-        inventory = live_inventory(loaded.config.ray_kwargs.ray_init.address, loaded.config.trainer.device)
+        config = draft.checked().config
+        inventory = live_inventory(config.ray_kwargs.ray_init.address, config.trainer.device)
     gpu_memory = parse_memory(options.gpu_memory) if options.gpu_memory is not None else detect_gpu_memory()
+    loaded = checked_for_plan(draft, inventory, gpu_memory)
     made = summarise(loaded, inventory, gpu_memory)
     print(made.to_json() if options.json else made.to_terminal())
     print_errors(loaded.notes(), label="note: ")

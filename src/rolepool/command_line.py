@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rolepool.errors import ConfigError, RayDiedError, RolepoolError, Terminated, one_line, printable
 
 if TYPE_CHECKING:
-    from rolepool.config import LoadedConfig
+    from rolepool.config import Draft, LoadedConfig
 
 EXIT_SUCCESS, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
 EXIT_RAY_DIED = 75
@@ -86,10 +86,15 @@ def is_input(word: str) -> bool:
 
 def load_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "LoadedConfig":
     """Load the config from files, recipes and overrides: the parsed words, or these."""
-    from rolepool.config import load_config
+    return read_words(options, words).checked()
+
+
+def read_words(options: argparse.Namespace, words: Sequence[str] | None = None) -> "Draft":
+    """The same, but problems are not raised yet, so that they can be reported together with others."""
+    from rolepool.config import read_config
     from rolepool.config.sources import named_file
 
     words = options.words if words is None else words
     files = [word for word in words if "=" not in word and not word.startswith("~")]
     named = named_file(options.config_path, options.config_name)
-    return load_config([*named, *files], [word for word in words if word not in files])
+    return read_config([*named, *files], [word for word in words if word not in files])

@@ -343,9 +343,11 @@ def test_train_refuses_values_that_are_not_built(rolepool: Rolepool) -> None:
     outcome = rolepool("train", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=sglang")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [
+        "error: actor_rollout_ref.model.path=null: no model is set; give a folder or a hub id",
         "error: actor_rollout_ref.model.lora_rank=8: not implemented yet, only 0 works; remove it",
         "error: actor_rollout_ref.rollout.name=sglang: not implemented yet; set "
         "actor_rollout_ref.rollout.fallback=native to generate with rolepool's own engine",
+        "error: data.train_files=[]: there are no prompts; name files with rows",
     ]
 
 
@@ -364,5 +366,12 @@ def test_train_without_a_model_or_with_one_that_is_not_there_says_so(rolepool: R
     assert "error: actor_rollout_ref.model.path=no/such/folder: " in wrong.err
 
 
-def test_train_reports_a_wrong_config_as_plan_does(rolepool: Rolepool) -> None:
-    assert rolepool("train", "trainer.nodes=2") == rolepool("plan", "trainer.nodes=2")
+def test_train_reports_a_wrong_config_as_plan_does_and_what_else_it_needs(rolepool: Rolepool) -> None:
+    planned, trained = rolepool("plan", "trainer.nodes=2"), rolepool("train", "trainer.nodes=2")
+    assert (planned.code, planned.err) == (2, "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n")
+    assert trained.code == 2
+    assert trained.err.startswith(planned.err)
+    assert [line.split(":")[1] for line in trained.err.splitlines()[1:]] == [
+        " actor_rollout_ref.model.path=null",
+        " data.train_files=[]",
+    ]

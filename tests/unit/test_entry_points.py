@@ -75,7 +75,10 @@ def test_main_ppo_split_refuses_one_pool(capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = called(main_ppo_split.main, ["placement.strategy=standard"], capsys)
     assert (code, out) == (2, "")
     assert err.startswith("error: placement.strategy=standard: main_ppo_split trains in two pools; ")
-    assert err.count("\n") == 1
+    assert [line.split(":")[1] for line in err.splitlines()[1:]] == [
+        " actor_rollout_ref.model.path=null",
+        " data.train_files=[]",
+    ]
 
 
 @pytest.mark.parametrize("program", ["main_ppo", "main_ppo_split"])
@@ -85,7 +88,7 @@ def test_they_run_as_modules(python: Callable[..., subprocess.CompletedProcess[s
     assert (explained.returncode, explained.stderr) == (0, "")
     assert explained.stdout.startswith(f"usage: python -m {module} ")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n"
+    assert wrong.stderr.startswith("error: trainer.nodes=2: unknown key; did you mean trainer.nnodes?\n")
 
 
 @pytest.mark.slow

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rolepool as rp
 from rolepool.config.model_files import why_no_model
+from rolepool.errors import ConfigError
 
 Rolepool = Callable[..., Any]
 KEY = "actor_rollout_ref.model.path"
@@ -38,6 +40,100 @@ def test_all_problems_are_reported_together_and_without_torch(
     for key in ("data.train_files=", "custom_reward_function.path=", "actor_rollout_ref.rollout.tensor_", "trainer.nn"):
         assert len([line for line in lines if line.startswith(f"error: {key}")]) == 1, (key, lines)
     assert len(lines) == 5
+
+
+MISTAKES = {
+    "trainer.seeed": 1,  # an unknown key
+    "data.shuffle": "perhaps",  # a wrong value
+    "actor_rollout_ref.rollout.temperature": 0,  # a combination that contradicts itself
+    "actor_rollout_ref.model.path": "./models/lama",
+    "actor_rollout_ref.model.lora_rank": 3,  # a value that can only be planned
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 3,  # a count
+    "data.train_files": "nowhere.parquet",
+    "data.val_files": "val.jsonl",
+    "data.prompt_key": "question",  # columns that do not exist
+    "data.answer_key": "anser",
+    "custom_reward_function.path": "no.py",
+}
+RIGHT = {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"}
+BEGINNINGS = [
+    "trainer.seeed=1: unknown key; did you mean trainer.seed?",
+    "data.shuffle=perhaps: must be true or false",
+    "actor_rollout_ref.rollout.temperature=0: must be greater than 0",
+    f"{KEY}=./models/lama: there is no such folder",
+    "actor_rollout_ref.model.lora_rank=3: not implemented yet",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=3: must divide the number of processes of global_pool",
+    "data.train_files=nowhere.parquet: is not a local file",
+    "val.jsonl, line 1: data.prompt_key=question: there is no such column (columns: prompt)",
+    "val.jsonl, line 1: data.answer_key=anser: there is no such column (columns: prompt)",
+    "custom_reward_function.path=/",
+]
+
+
+def are_all(problems: Sequence[str]) -> bool:
+    return len(problems) == len(BEGINNINGS) and all(map(str.startswith, problems, BEGINNINGS))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a user, with a file of prompts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "val.jsonl").write_text('{"prompt": "a"}\n')
+    return tmp_path
+
+
+def test_mistakes_of_all_kinds_are_reported_in_one_round(rolepool: Rolepool, folder: Path) -> None:
+    trained = rolepool("train", *(f"{key}={value}" for key, value in {**MISTAKES, **RIGHT}.items()))
+    assert (trained.code, trained.out) == (2, "")
+    lines = [line.removeprefix("error: ") for line in trained.err.splitlines()]
+    assert are_all(lines), lines
+    with pytest.raises(ConfigError) as raised:
+        rp.train(**MISTAKES, **RIGHT)
+    assert raised.value.problems == tuple(lines)
+    assert [path.name for path in folder.iterdir()] == ["val.jsonl"]
+
+
+def test_a_plan_with_mistakes_also_says_why_training_would_not_start(rolepool: Rolepool, folder: Path) -> None:
+    words = [f"{key}={value}" for key, value in {**MISTAKES, **RIGHT}.items()]
+    planned = rolepool("plan", *words)
+    assert (planned.code, planned.out) == (2, "")
+    lines = [line.removeprefix("error: ") for line in planned.err.splitlines()]
+    later = "training does not start: "
+    assert [line.startswith(later) for line in lines] == [False] * 4 + [True] * 6, lines
+    mistakes = [line.removeprefix(later) for line in lines]
+    assert are_all([*mistakes[:3], mistakes[5], mistakes[4], mistakes[3], *mistakes[6:]]), "counts before models"
+    with pytest.raises(ConfigError) as raised:
+        rp.plan(**MISTAKES, **RIGHT)
+    assert raised.value.problems == tuple(lines)
+    elsewhere = rolepool("plan", *words, "--inventory", "2").err
+    assert "nowhere.parquet" not in elsewhere, "another machine may have the files"
+
+
+def test_a_plan_warns_of_files_that_this_machine_does_not_have(rolepool: Rolepool, folder: Path) -> None:
+    words = ["data.train_files=nowhere.parquet", "trainer.device=cpu", "trainer.n_gpus_per_node=2"]
+    here, elsewhere = rolepool("plan", *words), rolepool("plan", *words, "--inventory", "2")
+    assert (here.code, elsewhere.code) == (0, 0)
+    begins = "warning: training does not start: data.train_files=nowhere.parquet: is not a local file"
+    assert [line.startswith(begins) for line in here.err.splitlines()] == [True]
+    assert elsewhere.err == ""
+
+
+def test_rows_of_a_python_program_are_checked_together_with_the_rest_and_nothing_stays(folder: Path) -> None:
+    rows = [{"prompt": "a", "data_source": "exact_match"}]
+    with pytest.raises(ConfigError) as raised:
+        rp.train(data=rows, val_data=[3], config="demo", **{"trainer.seeed": 1, "data.answer_key": "answer"})
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "trainer.seeed=1",
+        "val data",
+        "train data, line 1",
+    ]
+    with pytest.raises(ConfigError) as raised:  # the rows can be checked even if there is no folder for them
+        rp.train(data=rows, config="demo", **{"trainer.default_local_dir": [1], "data.answer_key": "answer"})
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "trainer.default_local_dir=[1]",
+        "train data, line 1",
+    ]
+    assert [path.name for path in folder.iterdir()] == ["val.jsonl"]
 
 
 @pytest.mark.parametrize(

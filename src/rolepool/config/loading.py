@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from importlib.util import find_spec
 from operator import getitem
@@ -95,6 +95,11 @@ class Draft:
 
     loaded: LoadedConfig
     problems: Sequence[str]
+
+    def with_problems(self, problems: Iterable[str], wrong_keys: Iterable[str] = ()) -> "Draft":
+        """The same with further problems, because of which these keys have no value."""
+        config = _without(self.loaded.config, frozenset(wrong_keys))
+        return Draft(replace(self.loaded, config=config), (*self.problems, *problems))
 
     def checked(self, *more: str) -> LoadedConfig:
         """The config. Raises ConfigError if there are problems, with `more` problems after them."""

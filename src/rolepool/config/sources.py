@@ -41,7 +41,16 @@ def trains_demo(config: Config) -> bool:
     paths = (*config.data.train_files, *config.data.val_files, *models)
     folder = Path(DEMO_FOLDER)
     is_ours = (folder / DEMO_MARKER).exists() or not folder.exists()
-    return is_ours and any(str(path).startswith(f"{DEMO_FOLDER}/") for path in paths)
+    return is_ours and any(map(_is_in_demo, paths))
+
+
+def is_demo_to_make(path: str | None) -> bool:
+    """Whether a file or folder belongs to the demo, and will be made when the run starts."""
+    return _is_in_demo(path) and not Path(DEMO_FOLDER).exists()
+
+
+def _is_in_demo(path: str | None) -> bool:
+    return str(path).startswith(f"{DEMO_FOLDER}/")
 
 
 def load_file(file: str) -> Any:

@@ -8,7 +8,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -20,11 +20,15 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 from typing_extensions import TypedDict
 
 from rolepool.config import Config, show
+from rolepool.config.base import lines_of
+from rolepool.config.sources import is_demo_to_make
 from rolepool.data.rewards import PYTHON_FUNCTION, functions_of
 from rolepool.data.rules import rules_for
-from rolepool.errors import ConfigError, DataError, collected, explained
+from rolepool.errors import ConfigError, DataError, explained
 
 Row = dict[str, Any]
+COLUMN_KEYS = ("data.prompt_key", "data.answer_key")
+"""The keys that name columns of a row."""
 
 
 class BadRow(DataError):
@@ -42,27 +46,65 @@ def lines_by_kind(problems: Sequence[BadRow], num_rows: int) -> Iterator[str]:
         yield f"{first_rows[kind]}" + (f" ({count} of {num_rows} rows have this problem)" if count > 1 else "")
 
 
-def find_problems(config: Config) -> list[str]:
-    """Problems with files of prompts, the first row of each, and files of reward functions; one line each."""
-    problems = [] if config.data.train_files else ["data.train_files=[]: there are no prompts; name files with rows"]
-    for key in ("data.train_files", "data.val_files"):
-        for path in config.at(key):
-            with collected(problems):
-                _check_file(path, key, config)
-    if not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION:
-        with collected(problems):
-            functions_of(config)
-    return list(dict.fromkeys(problems))
+def find_problems(config: Config, only_keys: Collection[str] | None = None) -> list[str]:
+    """Problems with files of prompts, the first row of each, and files of reward functions; one line each.
+
+    `only_keys` are the keys whose files are looked at; None means all.
+    """
+    checks = {
+        "data.train_files": _train_files,
+        "data.val_files": _val_files,
+        "custom_reward_function.path": _reward_files,
+        "reward.functions": _reward_files,
+    }
+    lines: list[str] = []
+    for key, check in checks.items():
+        if only_keys is None or key in only_keys:
+            lines += lines_of(check(config))
+    return list(dict.fromkeys(lines))
 
 
-def _check_file(path: str, key: str, config: Config) -> None:
-    """Raise an error if the file cannot be opened or its first row cannot be used."""
+def _train_files(config: Config) -> Iterator[str]:
+    if not config.data.train_files:
+        yield "data.train_files=[]: there are no prompts; name files with rows"
+    yield from _files(config, "data.train_files")
+
+
+def _val_files(config: Config) -> Iterator[str]:
+    return _files(config, "data.val_files")
+
+
+def _files(config: Config, key: str) -> Iterator[str]:
+    for path in config.at(key):
+        yield from lines_of(_file(path, key, config))
+
+
+def _file(path: str, key: str, config: Config) -> Iterator[str]:
+    """The file can be opened, and its first row can be used."""
     if path.startswith("hf:"):
         _hub_name(path, key)  # only its form, because it may have to be downloaded
-    elif (rows := open_rows(path, key, max_rows=1)).num_rows:
-        check_row(*rows.read(0), rows.source, config)
-    else:
-        raise ConfigError(f"{key}={path}: has no rows; name a file with rows")
+    elif not is_demo_to_make(path):
+        rows = open_rows(path, key, max_rows=1)
+        if not rows.num_rows:
+            raise ConfigError(f"{key}={path}: has no rows; name a file with rows")
+        place, row = rows.read(0)
+        missing = lines_of(*(_column(place, row, key, config) for key in COLUMN_KEYS))
+        yield from missing
+        if not missing:
+            check_row(place, row, rows.source, config)
+
+
+def _column(place: str, row: Row, key: str, config: Config) -> Iterator[str]:
+    problem = missing_column(place, row, key, config)
+    if problem is not None:
+        yield str(problem)
+
+
+def _reward_files(config: Config) -> Iterator[str]:
+    """The functions can be found; if not, the function that looks for them raises ConfigError."""
+    if not config.reward_model.enable and config.custom_reward_function.path != PYTHON_FUNCTION:
+        functions_of(config)
+    yield from ()
 
 
 # --- what a row must contain --------------------------------------------------------------------------------------
@@ -90,13 +132,22 @@ _HINTS = {
 }
 
 
+def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | None:
+    """The problem if the row does not have the column that this key names."""
+    name = config.at(key)
+    if name is None or name in row:
+        return None
+    return BadRow(f"{place}: {key}={name}: there is no such column (columns: {', '.join(row)})", key)
+
+
 def check_row(place: str, row: Row, source: str, config: Config) -> None:
     """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its default data source."""
+    for key in COLUMN_KEYS:
+        problem = missing_column(place, row, key, config)
+        if problem is not None:
+            raise problem
     prompt_key, answer_key = config.data.prompt_key, config.data.answer_key
     columns = f"(columns: {', '.join(row)})"
-    for key, name in {"prompt_key": prompt_key, "answer_key": answer_key}.items():
-        if name is not None and name not in row:
-            raise BadRow(f"{place}: data.{key}={name}: there is no such column {columns}", key)
     try:
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
     except ValidationError as error:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rolepool.command_line import DriverEnd, Parser, load_words, print_errors, run_program
-from rolepool.errors import ConfigError, RayDiedError
+from rolepool.command_line import DriverEnd, Parser, print_errors, read_words, run_program
+from rolepool.errors import RayDiedError, collected
 from rolepool.quick_imports import quick_imports
 
 if TYPE_CHECKING:
-    from rolepool.config import LoadedConfig
+    from rolepool.config import Config, LoadedConfig
     from rolepool.trainer.console import OnStep, OnValidation
     from rolepool.trainer.supervisor import Death
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 def train(arguments: list[str], program: str, split_file: str | None = None) -> int | None:
     """Train with the config's placement. Resumes from the newest checkpoint of the run folder if there is one."""
     options = Parser(program, train.__doc__, words="RECIPE, FILE or key=value").parse_intermixed_args(arguments)
-    loaded = load_words(options, options.words if split_file is None else [split_file, *options.words])
-    if split_file is not None and loaded.config.placement.strategy == "standard":
-        fix = "remove this setting, or use rolepool.trainer.main_ppo"
-        raise ConfigError(f"placement.strategy=standard: main_ppo_split trains in two pools; {fix}")
+    draft = read_words(options, options.words if split_file is None else [split_file, *options.words])
+
+    from rolepool.config.base import lines_of
+    from rolepool.trainer.start_checks import checked
+
+    if split_file is not None:
+        draft = draft.with_problems(lines_of(_in_two_pools(draft.loaded.config)))
+    loaded = checked(draft)
     if not arguments or sys.argv[-len(arguments) :] != arguments:  # a Python program called `main` with a list
         start(loaded)
         return None
@@ -45,6 +49,13 @@ def train(arguments: list[str], program: str, split_file: str | None = None) -> 
     raise DriverEnd(code)
 
 
+def _in_two_pools(config: Config) -> Iterator[str]:
+    """The placement does not contradict the name of the program."""
+    if config.placement.strategy == "standard":
+        fix = "remove this setting, or use rolepool.trainer.main_ppo"
+        yield f"placement.strategy=standard: main_ppo_split trains in two pools; {fix}"
+
+
 def start(
     loaded: LoadedConfig,
     reward: Callable[..., Any] | None = None,
@@ -57,24 +68,25 @@ def start(
     `reward` is a reward function that the config does not name. `on_step` and `on_validation` are called during it.
     `death` says how the driver before this one died.
     """
-    ConfigError.raise_if_any(loaded.why_not_trained())
     if death is not None and death.has_checkpoint:
         loaded = replace(loaded, config=loaded.config.with_value("trainer.resume_mode", "auto"))
 
     from rolepool.config.sources import DEMO_FOLDER, trains_demo
-
-    if trains_demo(loaded.config):
-        from rolepool.data.demo import make_demo
-
-        make_demo(DEMO_FOLDER)
-
     from rolepool.trainer.console import TrainingConsole
     from rolepool.trainer.moves import resolve
     from rolepool.trainer.start_checks import check_start
 
-    loaded, notices = resolve(loaded)
+    problems, notices = list[str](), list[str]()
+    with collected(problems):
+        loaded, notices = resolve(loaded)
+    warnings = check_start(loaded, reward, *problems)
+    if trains_demo(loaded.config):
+        from rolepool.data.demo import make_demo
+
+        make_demo(DEMO_FOLDER)
+        warnings = check_start(loaded, reward)  # again, because now the demo's files can be checked too
     print_errors([*loaded.notes(), *notices], label="note: ")
-    print_errors([*loaded.warnings, *check_start(loaded.config)], label="warning: ")
+    print_errors([*loaded.warnings, *warnings], label="warning: ")
     console = TrainingConsole(loaded.config.trainer.logger, on_step, on_validation)
     console.on_phase("importing torch")
 

@@ -1,33 +1,96 @@
 """Everything that can be checked about a run before torch is imported: models, files, reward function, GPUs.
 
-Owns that all problems are reported together. The checks themselves are in `placement.checks`, `config.model_files` and
-`data.files`.
+Owns that all problems are reported together, also beside problems with keys and values. The checks themselves are in
+`config`, `placement.checks`, `config.model_files` and `data.files`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-from rolepool.config import Config
+from rolepool.config import Config, Draft, LoadedConfig
+from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
 from rolepool.config.model_files import why_no_model
+from rolepool.config.sources import is_demo_to_make
 from rolepool.data.files import find_problems as find_data_problems
-from rolepool.errors import ConfigError, collected
+from rolepool.data.rewards import load_reward_function
+from rolepool.errors import ConfigError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings
-from rolepool.placement.roles import ROLE_SPECS, model_of
+from rolepool.placement.roles import ROLE_SPECS, Role, model_of
+
+Reward = Callable[..., Any]
+"""A reward function that the config does not name."""
 
 
-def check_start(config: Config) -> list[str]:
-    """Raise ConfigError with all problems, or return the warnings, a line for each."""
-    problems: list[str] = []
-    gpus = 0 if config.trainer.device == "cpu" else num_gpus()
-    with collected(problems):
-        plan = build_plan(config)
-        key_of = {model_of(config, role)[0]: f"{ROLE_SPECS[role].model}.path" for role in reversed(plan.roles)}
-        problems += filter(None, (why_no_model(key, path) for path, key in reversed(key_of.items())))
-        problems += [*find_problems(config, plan), *_capacity(config, plan, gpus)]
-    problems += find_data_problems(config)
-    ConfigError.raise_if_any(dict.fromkeys(problems))
-    return list(find_warnings(config, plan, on_cpus=config.trainer.device != "cuda" and not gpus))
+def check_start(loaded: LoadedConfig, reward: Reward | None = None, *more: str) -> list[str]:
+    """Raise ConfigError with all problems, also with `more` that were found before, or return the warnings, a line for
+    each."""
+    checked(Draft(loaded, more), reward)
+    config = loaded.config
+    ConfigError.raise_if_any(dict.fromkeys(_problems(loaded, reward, lines_of(_plan(config)))))
+    on_cpus = config.trainer.device != "cuda" and not _gpus_for(config)
+    return list(find_warnings(config, build_plan(config), on_cpus=on_cpus))
+
+
+def checked(draft: Draft, reward: Reward | None = None) -> LoadedConfig:
+    """The config of a draft without problems. If it has some, ConfigError also has all others that training would
+    have."""
+    more: list[str] = []
+    if draft.problems:
+        more = list(_problems(draft.loaded, reward, lines_of(_plan_as_written(draft.loaded.config))))
+    return draft.checked(*more)
+
+
+def named_files_problems(loaded: LoadedConfig) -> list[str]:
+    """Problems with the models and files that the user has named. The config may be that of a draft."""
+    config, names = loaded.config, loaded.set_keys
+    return [*_model_problems(config, names), *find_data_problems(config, names)]
+
+
+def _problems(loaded: LoadedConfig, reward: Reward | None, counts: list[str]) -> Iterator[str]:
+    yield from _model_problems(loaded.config)
+    yield from loaded.why_not_trained()
+    yield from counts
+    yield from find_data_problems(loaded.config)
+    yield from lines_of(_given_reward(loaded.config, reward))
+
+
+def _model_problems(config: Config, only_keys: Collection[str] | None = None) -> list[str]:
+    paths: set[str | None] = set()
+    return lines_of(*(_model(config, role, paths, only_keys) for role in ROLE_SPECS))
+
+
+def _model(config: Config, role: Role, paths: set[str | None], only_keys: Collection[str] | None) -> Iterator[str]:
+    """A role that the run needs has a model. `paths` are the models that were looked at already."""
+    spec = ROLE_SPECS[role]
+    key = f"{spec.model}.path"
+    if spec.why_unused(config) is not None or (only_keys is not None and key not in only_keys):
+        return
+    path, _ = model_of(config, role)
+    if path in paths or is_demo_to_make(path):
+        return
+    paths.add(path)
+    problem = why_no_model(key, path)
+    if problem is not None:
+        yield problem
+
+
+def _plan(config: Config) -> Iterator[str]:
+    """The roles can be placed, all counts fit, and this machine has what the plan needs."""
+    plan = build_plan(config)
+    yield from find_problems(config, plan)
+    yield from _capacity(config, plan, _gpus_for(config))
+
+
+def _plan_as_written(config: Config) -> Iterator[str]:
+    """The same, unless the placement is chosen later."""
+    if not config.placement.chooses:
+        yield from _plan(config)
+
+
+def _gpus_for(config: Config) -> int:
+    return 0 if config.trainer.device == "cpu" else num_gpus()
 
 
 def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
@@ -42,3 +105,13 @@ def _capacity(config: Config, plan: Plan, gpus: int) -> Iterator[str]:
     if gpus and any(slot.gpu >= gpus for slot in plan.slots):
         there = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {there}; use at most {gpus}"
+
+
+def _given_reward(config: Config, reward: Reward | None) -> Iterator[str]:
+    """A function that a Python program gives can be called and is used. The function that looks at it raises
+    ConfigError."""
+    if reward is not None:
+        if config.reward_model.enable:
+            yield "reward: it is not used, because reward_model.enable=true; remove one of the two"
+        else:
+            load_reward_function(config, reward)
