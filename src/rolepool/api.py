@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
+from rolepool.config.functions import only_reading
+from rolepool.config.saved import load_saved
 from rolepool.config.schema import policy_loss_in_words
 from rolepool.data.given import Data, DataFiles
 from rolepool.data.rewards import PYTHON_FUNCTION
@@ -152,7 +154,7 @@ class Run:
     @property
     def config(self) -> Config:
         """All keys of the run, such as `run.config.trainer.save_freq`."""
-        return load_config(self.folder / "config.yaml").config
+        return load_saved(self.folder).config
 
     @property
     def plan(self) -> PlanSummary:
@@ -160,7 +162,8 @@ class Run:
         made = self._read().plan
         if made is None:
             raise ConfigError(f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run")
-        return _summary_of(self.config, made, detect_gpu_memory(), build_plan)
+        with only_reading():
+            return _summary_of(self.config, made, detect_gpu_memory(), build_plan)
 
     def metrics(self) -> Any:
         """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if pandas is not
@@ -177,7 +180,7 @@ class Run:
         from rolepool.report.views import render
 
         page = self.folder / "report.html" if path is None else Path(path)
-        with explained(f"report {page}: cannot be written", "give another path"):
+        with only_reading(), explained(f"report {page}: cannot be written", "give another path"):
             return write_atomically(page, [render(self._read(last_bytes=math.inf))])
 
     def move(self, *words: str, timeout_s: float = 600.0, on_progress: Callable[[str], object] = logger.info) -> str:
@@ -186,9 +189,10 @@ class Run:
         line every few seconds."""
         from rolepool.trainer.moves import ask_run, check_move, moved
 
-        made, loaded = moved(self.config, words)
-        before = self._read().plan
-        check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
+        with only_reading(*words):
+            made, loaded = moved(self.config, words)
+            before = self._read().plan
+            check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
         return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:
@@ -196,7 +200,8 @@ class Run:
         the newest checkpoint."""
         from rolepool.trainer.checkpoint import export_run
 
-        export_run(self.folder, step, Path(folder), role)
+        with only_reading():
+            export_run(self.folder, step, Path(folder), role)
         return Path(folder)
 
 
@@ -284,16 +289,16 @@ def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan
 # From arguments to keys
 
 
-def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[str | Mapping[str, Any]]:
+def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[loading.ConfigSource]:
     """All that a call names, for the loader, which reads it together: one source may set a key that another needs."""
     sources = [config] if isinstance(config, str | Path | Mapping | LoadedConfig) else config
     return [*map(_as_file, sources), keys]
 
 
-def _as_file(source: Source) -> str | Mapping[str, Any]:
+def _as_file(source: Source) -> loading.ConfigSource:
     """A source in a form that the loader of files reads: a name, or keys with values."""
     if isinstance(source, LoadedConfig):  # only the keys that were set, so that others still follow them
-        return {path: source.value_of(path) for path in sorted(source.set_keys)}
+        return loading.PlainValues({path: source.value_of(path) for path in sorted(source.set_keys)})
     return source if isinstance(source, Mapping) else str(source)
 
 

@@ -116,9 +116,11 @@ def export(parser: Parser, arguments: list[str]) -> None:
     parser.add_argument("--role", default="actor", help="a role that is trained; default: actor")
     options = parser.parse_intermixed_args(arguments)
 
+    from rolepool.config.functions import only_reading
     from rolepool.trainer.checkpoint import export_run
 
-    saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
+    with only_reading():
+        saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
     print(f"{options.folder}: the {options.role} of {saved}")
 
 
@@ -137,13 +139,15 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {name} in the run folder")
     options = parser.parse_intermixed_args(arguments)
 
+    from rolepool.config.functions import only_reading
     from rolepool.files import write_atomically
     from rolepool.report.run import read_run
     from rolepool.report.views import render, trace_pieces
 
-    run = read_run(options.run)
+    with only_reading():
+        run = read_run(options.run)
+        pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
     print_errors(run.notes, label="")
-    pieces = trace_pieces(run) if name == "trace.json" else [render(run)]
     path = Path(options.output or run.folder / name)
     with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
         write_atomically(path, pieces)
@@ -220,6 +224,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, placements = parser.parse_intermixed_args(arguments[:end]), arguments[end + 1 :]
 
+    from rolepool.config.functions import only_reading
     from rolepool.report import compare as comparison
     from rolepool.report.comparison_page import write_comparison
     from rolepool.terminal import Terminal
@@ -231,7 +236,8 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
         say = partial(print, flush=True)
         folders, failures = comparison.run_placements(options.run, options.words, placements, say, wait_for)
         print_errors(failures)
-    runs = comparison.read_runs(folders)
+    with only_reading():
+        runs = comparison.read_runs(folders)
     if len(runs) < 2 or (placements and options.run is None):
         raise ConfigError("compare: needs two runs, or one that moved; give run folders, or --run RECIPE -- PLACEMENTS")
     print_errors((f"{name}: {note}" for name, run in runs.items() for note in run.notes), label="")
@@ -267,17 +273,21 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
     if [bool(placements), options.search, options.scaling is not None].count(True) != 1:
         raise ConfigError("predict: give placements after `--`, such as `-- standard split`, or --search, or --scaling")
 
+    from rolepool.config.functions import only_reading
+    from rolepool.report.compare import overrides_of
     from rolepool.report.predicted import TABLE_WIDTH, Request, plot_scaling, why_best
     from rolepool.terminal import Terminal
     from rolepool.trainer.paper import schedule_of
 
-    request, terminal = Request(options, schedule_of), Terminal(width=TABLE_WIDTH)
-    if options.search:
-        first, (found, problems) = "", request.search()
-    elif options.scaling is not None:
-        first, (found, problems) = "GPUs", request.scaling(options.scaling)
-    else:
-        first, (found, problems) = "placement", request.placements(placements)
+    own_words = [word for placement in placements for word in overrides_of(placement)]
+    with only_reading(*options.set, *own_words):
+        request, terminal = Request(options, schedule_of), Terminal(width=TABLE_WIDTH)
+        if options.search:
+            first, (found, problems) = "", request.search()
+        elif options.scaling is not None:
+            first, (found, problems) = "GPUs", request.scaling(options.scaling)
+        else:
+            first, (found, problems) = "placement", request.placements(placements)
     if found:
         terminal.print(request.as_table(first, found))
     for label, one in found.items() if not placements else ():

@@ -16,7 +16,7 @@ HEAVY = ("torch", "ray", "transformers", "matplotlib")
 
 # The order of docs/architecture.md: each part may import those of earlier lines.
 ORDER = [
-    {"errors", "files", "quick_imports", "seeds", "units"},
+    {"errors", "files", "quick_imports", "reading", "seeds", "units"},
     {"config"},
     {"placement"},
     {"metrics"},
@@ -34,6 +34,7 @@ MAY_IMPORT["cluster"] = {
     "errors",
     "files",
     "quick_imports",
+    "reading",
     "seeds",
     "units",
     "config",
@@ -42,7 +43,7 @@ MAY_IMPORT["cluster"] = {
     "protocol",
 }
 MAY_IMPORT["planner"] = {"errors", "units", "config", "placement", "metrics"}
-MAY_IMPORT["report"] = {"errors", "files", "units", "config", "placement", "metrics", "planner"}
+MAY_IMPORT["report"] = {"errors", "files", "reading", "units", "config", "placement", "metrics", "planner"}
 MAY_IMPORT["command_line"] = {"errors", "config"}
 MAY_IMPORT["terminal"] = {"errors", "command_line"}
 for part in ("placement", "report", "trainer", "cli"):
@@ -52,7 +53,7 @@ MAY_IMPORT["api"] |= {"report"}
 MAY_IMPORT["cli"] |= {"cluster", "command_line", "planner", "report"}
 
 WITHOUT_TORCH = {"errors", "files", "seeds", "config", "placement", "metrics", "command_line", "planner", "report"}
-WITHOUT_TORCH |= {"quick_imports", "terminal", "units"}
+WITHOUT_TORCH |= {"quick_imports", "reading", "terminal", "units"}
 WITH_RAY = {"cluster"}
 
 

@@ -9,13 +9,14 @@ accept more than they use (`**kwargs`). This module does not import rolepool's o
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 from rolepool.errors import ConfigError, one_line
 
@@ -42,10 +43,21 @@ OTHER_ENGINES = ("sglang", "trtllm")
 
 EXTENDABLE = ("roles.", "placement.roles.", "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 """How keys begin that an extension can add, or whose values it can add."""
+EXTENDABLE_NAMES = {EXTENDABLE[2]: ADV_ESTIMATORS, EXTENDABLE[3]: POLICY_LOSSES}
+"""The names that are known for those of them that name a function."""
 EXTENSIONS: list[str] = []
 """The extensions that this process has imported. Worker processes import the same ones."""
 
+_TRUSTED: ContextVar[frozenset[str] | None] = ContextVar("_TRUSTED", default=None)
+"""The only names that may be imported; None allows all, because the config is the user's own."""
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+ANY_NAME = "any_name"
+"""In the context of a validation: whether a function may have a name that is not known."""
+
+
+OWN_WORD = "if you trust it, name it yourself, such as with `rolepool predict RUN --set key=value`"
 
 
 def check_name(known: Collection[str], name: str, kind: str = "function") -> str:
@@ -56,12 +68,43 @@ def check_name(known: Collection[str], name: str, kind: str = "function") -> str
     return name
 
 
-AdvEstimatorName = Annotated[str, AfterValidator(partial(check_name, ADV_ESTIMATORS))]
-PolicyLossName = Annotated[str, AfterValidator(partial(check_name, POLICY_LOSSES))]
-StrategyName = Annotated[str, AfterValidator(partial(check_name, ("standard", "split", "custom", "auto")))]
-EngineName = Annotated[str, AfterValidator(partial(check_name, (*ENGINES, *OTHER_ENGINES), kind="class"))]
-FormatName = Annotated[str, AfterValidator(partial(check_name, ("hermes",)))]
-StepName = Annotated[str, AfterValidator(partial(check_name, ()))]
+def _one_of(known: Collection[str], kind: str = "function") -> AfterValidator:
+    """Checks a name when a config is validated."""
+
+    def check(name: str, info: ValidationInfo) -> str:
+        if info.context is not None and info.context.get(ANY_NAME):
+            return name
+        return check_name(known, name, kind)
+
+    return AfterValidator(check)
+
+
+AdvEstimatorName = Annotated[str, _one_of(ADV_ESTIMATORS)]
+PolicyLossName = Annotated[str, _one_of(POLICY_LOSSES)]
+StrategyName = Annotated[str, _one_of(("standard", "split", "custom", "auto"))]
+EngineName = Annotated[str, _one_of((*ENGINES, *OTHER_ENGINES), kind="class")]
+FormatName = Annotated[str, _one_of(("hermes",))]
+StepName = Annotated[str, _one_of(())]
+
+
+@contextmanager
+def only_reading(*words: str) -> Iterator[None]:
+    """Import nothing within the block, because a run folder can come from anywhere, and so can the names in it.
+
+    What the user names with `words` (`key=value`) is imported all the same.
+    """
+    values = [value for word in words for value in re.split(r"[\s,\[\]'\"]+", word.partition("=")[2])]
+    token = _TRUSTED.set(frozenset(values))
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def may_import(name: str) -> bool:
+    """Whether the user has named this, and not only a run folder that is read."""
+    trusted = _TRUSTED.get()
+    return trusted is None or name in trusted
 
 
 def import_object(key: str, reference: str) -> Any:
@@ -149,6 +192,8 @@ def _import_file(setting: str, fix: str, path: str) -> Any:
 
 def _import(setting: str, fix: str, module: str, name: str | None = None, *, folder: Path | None = None) -> Any:
     """The module, or what has this name in it. Also looks in the current folder, and in `folder`."""
+    if not may_import(setting.partition("=")[2]):
+        raise ConfigError(f"{setting}: is not imported, because only the run folder names it; {OWN_WORD}")
     folders = [str(one) for one in (folder, Path.cwd()) if one is not None]
     sys.path.extend(one for one in folders if one not in sys.path)
     try:

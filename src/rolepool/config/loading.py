@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
@@ -25,7 +25,14 @@ from pydantic import ValidationError
 
 from rolepool.config.base import Items, Section, lines_of, read_table
 from rolepool.config.fitting import FITTED_TO, fitted_defaults, num_slots
-from rolepool.config.functions import EXTENDABLE, OTHER_ENGINES, import_extensions
+from rolepool.config.functions import (
+    ANY_NAME,
+    EXTENDABLE,
+    EXTENDABLE_NAMES,
+    EXTENSIONS,
+    OTHER_ENGINES,
+    import_extensions,
+)
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.config.sources import load_file
 from rolepool.errors import ConfigError, collected, explained, first_few, one_line
@@ -45,6 +52,20 @@ FALLBACK = "set actor_rollout_ref.rollout.fallback=native to generate with rolep
 
 
 @dataclass(frozen=True)
+class PlainValues:
+    """Keys and values that are taken as they are, such as those of a run folder.
+
+    `${...}` in them is text, the extensions that they name are not imported, and names that only such an extension has
+    are kept.
+    """
+
+    values: Mapping[str, Any]
+
+
+ConfigSource = str | Mapping[str, Any] | PlainValues
+
+
+@dataclass(frozen=True)
 class LoadedConfig:
     """A config, and which keys the user set in files or overrides."""
 
@@ -56,14 +77,17 @@ class LoadedConfig:
     """Why a setting (`key=value`) that was accepted changes nothing."""
     warnings: Sequence[str] = ()
     """A line for each accepted setting that asks for something that training does not do."""
+    unknown_names: Sequence[str] = ()
+    """Keys and names in plain values that only an extension has, and that extension was not imported."""
 
     def value_of(self, path: str) -> Any:
         """The value of a key as plain data."""
         return reduce(getitem, path.split("."), self.config.model_dump(mode="json"))
 
     def to_yaml(self) -> str:
-        """Every key with its value."""
-        return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """Every key with its value, in a form that can be used as a config file."""
+        values = escaped(self.config.model_dump(mode="json"))
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     def why_not_trained(self) -> list[str]:
         """A line for each key that can be planned, but not trained."""
@@ -107,30 +131,44 @@ class Draft:
         return self.loaded
 
 
-def load_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
+def load_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> LoadedConfig:
     """Merge defaults, files from left to right and overrides, then check. Raises ConfigError with all problems.
 
     A file may also be the name of a recipe, or a mapping with keys and values. A name in a mapping may be a dotted key.
+    PlainValues are a mapping whose values are taken as they are.
     """
     return read_config(files, overrides).checked()
 
 
-def read_config(files: Iterable[str | Mapping[str, Any]] = (), overrides: Iterable[str] = ()) -> Draft:
+def read_config(files: Iterable[ConfigSource] = (), overrides: Iterable[str] = ()) -> Draft:
     """The same, but it raises nothing, so that the caller can report problems of other kinds together with these."""
     overrides = list(overrides)
-    extensions = [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")]
+    extensions = _own_extensions(overrides)
     reading = _Reading(sources_import=not extensions)
-    for text in extensions[-1:]:  # first of all, because other overrides may set keys that an extension adds
+    for text in extensions:  # first of all, because other overrides may set keys that an extension adds
         with collected([]):  # a text that is no override is reported below
             reading.import_extensions(_parse_override(text))
     for file in files:
         if isinstance(file, str):
             reading.add_file(file)
+        elif isinstance(file, PlainValues):
+            reading.add_plain_values(file.values)
         else:
             reading.add_values(file)
     for text in overrides:
         reading.add_override(text)
     return reading.draft()
+
+
+def import_own_extensions(overrides: Iterable[str]) -> None:
+    """Import the extensions that the user names in these overrides, before a run is read that needs them."""
+    for text in _own_extensions(overrides):
+        import_extensions(dict(_flatten(_parse_override(text)))["trainer.extensions"])
+
+
+def _own_extensions(overrides: Iterable[str]) -> list[str]:
+    """The last override that names extensions, if there is one."""
+    return [text for text in overrides if text.lstrip("+").startswith("trainer.extensions=")][-1:]
 
 
 class _Reading:
@@ -147,6 +185,10 @@ class _Reading:
         self._meant = set[str]()
         """The keys that are offered in place of names that do not exist."""
         self._has_unread_file = self._lacks_extension = False
+        self._keeps_names = False
+        """Whether names that are not known are kept, because an extension that was not imported may have them."""
+        self._unknown_names: list[str] = []
+        """Those names, with their keys."""
 
     def add_file(self, file: str) -> None:
         try:
@@ -164,6 +206,16 @@ class _Reading:
                 tree[str(name)] = _read_value(name, value)
                 self._unknown.discard(renamed(str(name)))
         self._add(tree, null_is_unset=True)
+
+    def add_plain_values(self, values: Mapping[str, Any]) -> None:
+        """Add values as they are. If they name an extension that was not imported, names are kept that it may have."""
+        names = dict(_flatten(dict(values))).get("trainer.extensions") or ()
+        names = [names] if isinstance(names, str) else names
+        if isinstance(names, list | tuple) and any(name not in EXTENSIONS for name in names):
+            self._lacks_extension = self._keeps_names = True
+        imports, self._sources_import = self._sources_import, False
+        self._add(_mapped(escaped(dict(values)), _with_missing_escaped), null_is_unset=True)
+        self._sources_import = imports
 
     def add_override(self, text: str) -> None:
         try:
@@ -192,10 +244,11 @@ class _Reading:
             self._problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
         resolved, broken = _resolve(self._leaves, self._others, self._problems)
         without_effect, warnings = _judge(self._others, self._problems)
-        config, wrong = _validate(resolved, broken, self._leaves)
+        config, wrong = _validate(resolved, broken, self._leaves, keeps_names=self._keeps_names)
         self._problems.extend(line for path, line in wrong if not self._may_be_added(path))
         if fitted := fitted_defaults(config, self._leaves):
-            config, _ = _validate(_set_all(resolved, fitted), broken, self._leaves)
+            fitting = _set_all(resolved, fitted)
+            config, _ = _validate(fitting, broken, self._leaves, keeps_names=self._keeps_names)
         without_effect |= _unused(config, self._leaves)
         unset = all_keys().keys() - self._leaves.keys()
         unknown: Set[str] = broken | (self._unknown & all_keys().keys()) | (self._meant & unset)
@@ -205,7 +258,10 @@ class _Reading:
         self._problems.extend(contradictions(config))
         if self._has_unread_file:  # it may set all other keys
             config = _without(config, unset - unknown)
-        loaded = LoadedConfig(config, frozenset(self._leaves), without_effect, warnings)
+        if self._keeps_names:
+            self._unknown_names.extend(_unknown_functions(resolved))
+        names = tuple(self._unknown_names)
+        loaded = LoadedConfig(config, frozenset(self._leaves), without_effect, warnings, names)
         return Draft(loaded, tuple(dict.fromkeys(self._problems)))
 
     def _add(self, tree: dict[str, Any], *, null_is_unset: bool = False) -> None:
@@ -218,7 +274,9 @@ class _Reading:
                 self._leaves[path] = _merged(self._leaves.get(path), _usual(path, value), path)
             elif path not in all_sections() and find_other(path) is not None:
                 self._others[path] = value
-            elif not self._may_be_added(path):
+            elif self._may_be_added(path):
+                self._unknown_names.append(f"{path}={show(value)}")
+            else:
                 self._problems.append(f"{path}={show(value)}: {unknown_key(path)}")
                 self._meant.update(keys_meant_by(path))
 
@@ -258,6 +316,49 @@ def keys_meant_by(path: str) -> list[str]:
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
     return without_first_sections or similar or only_one
+
+
+# Text with references in it
+
+_REFERENCE_START = re.compile(r"(\\*)\$\{")
+
+
+def escaped(value: Any) -> Any:
+    """The value, with texts such as `${x}` written so that they stay text when they are read as a config."""
+    return _mapped(value, lambda text: _REFERENCE_START.sub(lambda found: f"{found[1]}{found[1]}\\${{", text))
+
+
+def _with_missing_escaped(text: str) -> str:
+    """The text, written so that OmegaConf does not take it for its mark of a missing value."""
+    return f"\\{text}" if text.endswith("???") and not text[:-3].strip("\\") else text
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with each text in it changed."""
+    if isinstance(value, dict):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML that OmegaConf reads as the same values. It takes more words for numbers than PyYAML does."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Texts that look like numbers are quoted, and those with line breaks are escaped: YAML would fold some of them."""
+    style = None if text.isprintable() else '"'
+    with suppress(ValueError):
+        float(text.replace("_", ""))
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 # Reading files and overrides
@@ -452,8 +553,11 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     return unused
 
 
-def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any]) -> tuple[Config, list[tuple[str, str]]]:
-    """Check every key. Returns the config, and the wrong keys that the user set with a line for each problem.
+def _validate(
+    tree: DictConfig, broken: set[str], leaves: dict[str, Any], *, keeps_names: bool
+) -> tuple[Config, list[tuple[str, str]]]:
+    """Check every key; with `keeps_names`, functions may have any names. Returns the config, and the wrong keys that
+    the user set with a line for each problem.
 
     Wrong keys are added to `broken` and get their defaults, so that the rest can be checked too. A key that follows a
     wrong key is wrong too, but the user did not write it: only the written key is reported.
@@ -462,7 +566,7 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any]) -> tup
     if tree.trainer.n_gpus_per_node is None:
         tree.trainer.n_gpus_per_node = num_slots(tree.trainer.device)
     try:
-        return Config.model_validate(OmegaConf.to_container(tree, resolve=True)), []
+        return Config.model_validate(OmegaConf.to_container(tree, resolve=True), context={ANY_NAME: keeps_names}), []
     except ValidationError as error:
         items = error.errors(include_url=False)
     lines: list[tuple[str, str]] = []
@@ -472,8 +576,16 @@ def _validate(tree: DictConfig, broken: set[str], leaves: dict[str, Any]) -> tup
         broken.add(leaf)
         if leaf in leaves:
             lines.append((leaf, _sentence(leaf, item)))
-    config, _ = _validate(tree, broken, leaves)
+    config, _ = _validate(tree, broken, leaves, keeps_names=keeps_names)
     return config, lines
+
+
+def _unknown_functions(tree: DictConfig) -> Iterator[str]:
+    """The keys that name a function that is not known here, if it is not a `module:function`."""
+    for key, known in EXTENDABLE_NAMES.items():
+        name = str(OmegaConf.select(tree, key))
+        if name not in known and ":" not in name:
+            yield f"{key}={show(name)}"
 
 
 def _with_followers(unknown: Set[str], tree: DictConfig, unset: Set[str]) -> Set[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rolepool.config import Config, model_files, show
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_cores
-from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object
+from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object, may_import
 from rolepool.config.schema import contradictions, divisor_near
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
@@ -178,13 +178,14 @@ def _packing(config: Config, plan: Plan, role: Role) -> Iterator[str]:
 
 def _environment(config: Config) -> Iterator[str]:
     """The environment can be imported; if not, the importing function raises ConfigError."""
-    import_environment(config.environment.path, config.environment.name)
+    if may_import(str(config.environment.path or config.environment.name)):
+        import_environment(config.environment.path, config.environment.name)
     yield from ()
 
 
 def _users_code(config: Config, key: str) -> Iterator[str]:
     """What a key names as `module:name` can be imported; if not, the importing function raises ConfigError."""
-    if ":" in config.at(key):
+    if ":" in config.at(key) and may_import(config.at(key)):
         import_object(key, config.at(key))
     yield from ()
 

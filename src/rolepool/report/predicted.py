@@ -12,9 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
-from rolepool.config import Config, load_config
+from rolepool.config import Config, import_own_extensions, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, RolepoolError, collected, explained
+from rolepool.config.loading import PlainValues
+from rolepool.config.saved import saved_config
+from rolepool.errors import ConfigError, RolepoolError, collected, explained, first_few
 from rolepool.files import atomic_path
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
 from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
@@ -49,7 +51,12 @@ def recordings_of(run: Run) -> list[Recording]:
     parts = [part for part in parts_of(run) if part.plans and part.spans]
     if not run.config or not parts:
         raise ConfigError(f"run {run.folder}: has no config, plan or spans, so nothing can be predicted from it")
-    config = load_config([run.config], []).config
+    loaded = saved_config(run.config, run.folder)
+    if loaded.unknown_names:
+        names = first_few(loaded.unknown_names, 3)
+        fix = "if you trust its extensions, name them: --set trainer.extensions=[...]"
+        raise ConfigError(f"run {run.folder}: {names}: not known, and what a run names is not imported; {fix}")
+    config = loaded.config
     return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
 
 
@@ -108,12 +115,13 @@ class Request:
     """What `rolepool predict` is asked. Each answer has predictions with a label, and why others are not possible."""
 
     def __init__(self, options: Namespace, schedule_of: ScheduleOf) -> None:
+        import_own_extensions(options.set)
         recordings = read_recordings(options.runs, options.gpus)
         config, inventory = recordings[-1].config, recordings[-1].plan.gpus_per_node
         if options.gpus is not None or options.inventory is not None:
             inventory = parse_inventory(options.inventory or str(options.gpus))
         if options.set:
-            config = load_config([config.model_dump(mode="json")], options.set).config
+            config = load_config([PlainValues(config.model_dump(mode="json"))], options.set).config
         with explained(f"--speed {' '.join(options.speed)}", "write factors, such as --speed rollout=2", ValueError):
             speeds = {name: float(factor) for name, _, factor in (word.partition("=") for word in options.speed)}
             if not all(0 < factor < math.inf for factor in speeds.values()):
@@ -178,14 +186,14 @@ class Request:
         return table
 
 
-def without_placement(config: Config, words: Iterable[str]) -> dict[str, Any]:
-    """A config as a dictionary. If the words name a strategy, the keys of the old strategy are removed, because they do
+def without_placement(config: Config, words: Iterable[str]) -> PlainValues:
+    """The values of a config. If the words name a strategy, the keys of the old strategy are removed, because they do
     not suit another one."""
     content = config.model_dump(mode="json")
     if any(word.startswith("placement.strategy=") for word in words):
         for key in ("split", "pools", "roles"):
             del content["placement"][key]
-    return content
+    return PlainValues(content)
 
 
 def path_in_words(one: Prediction) -> str:

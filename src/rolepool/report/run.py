@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import psutil
-import yaml
 from pydantic import ConfigDict, TypeAdapter, create_model
 
+from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, explained
 from rolepool.metrics.run_folder import event_kind, event_lines, last_lines
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
+from rolepool.reading import read_small
 
 T = TypeVar("T")
 
@@ -121,8 +122,8 @@ class Run:
     def read_whole(self, name: str, read: Callable[[bytes], T]) -> T | None:
         """What is in a small file of the run folder; None if the file does not exist or cannot be read."""
         try:
-            return read((self.folder / name).read_bytes()) if (self.folder / name).is_file() else None
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return read(read_small(self.folder / name)) if (self.folder / name).is_file() else None
+        except (OSError, ValueError):
             self.skipped[name] = 1
             return None
 
@@ -168,7 +169,7 @@ def open_run(folder: str | Path) -> Run:
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
     run = Run(folder, folder.resolve().name, {}, [], [], {}, [], {})
-    run.config = run.read_whole("config.yaml", lambda text: _Object.validate_python(yaml.safe_load(text))) or {}
+    run.config = run.read_whole("config.yaml", saved_values) or {}
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
     run.plans = history.plans if history is not None else []
     return run

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
-from rolepool.config import Config, LoadedConfig, load_config, show
+from rolepool.config import Config, LoadedConfig, show
+from rolepool.config.saved import load_saved
 from rolepool.errors import ConfigError, DivergedError, explained, logger
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
@@ -171,9 +172,7 @@ def _position(folder: Path) -> Position:
 
 def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") -> Path:
     """Write a role's model for `from_pretrained`. Step None means the newest checkpoint. Returns the checkpoint."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: not a run folder (it has no config.yaml); give the folder of a run")
-    config = load_config([str(run / "config.yaml")], []).config
+    config = load_saved(run).config
     if role not in trained_roles():
         raise ConfigError(f"--role {role}: not a role that is trained; use {' or '.join(trained_roles())}")
     saved = model_files.newest_checkpoint(run, [role]) if step is None else model_files.checkpoint_folder(run, step)

@@ -1,0 +1,69 @@
+"""The config.yaml of a run folder, read as plain data: nothing in it is imported, looked up or replaced.
+
+A run writes all keys with their final values, so there is nothing to resolve. In the file, text such as `${x}` is
+written as `\\${x}`, so that it is the same text when the file is used as a config file.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rolepool.config.loading import UNPARSABLE, LoadedConfig, PlainValues, load_config
+from rolepool.errors import ConfigError, one_line
+from rolepool.reading import MAX_YAML_BYTES, parse_yaml, read_small
+
+FILE_NAME = "config.yaml"
+FIX = "give a run folder with readable files"
+_ESCAPED = re.compile(r"(\\+)(?=\$\{)")
+
+
+def saved_values(text: bytes) -> dict[str, Any]:
+    """The keys and values in the text of a config.yaml. Raises ValueError if it has none."""
+    content = parse_yaml(text)
+    if not isinstance(content, dict):
+        raise ValueError("must contain keys and values")
+    values: dict[str, Any] = _unescaped(content)
+    return values
+
+
+def saved_config(values: Mapping[str, Any], folder: Path) -> LoadedConfig:
+    """The config of a run, from the values that were read in its folder. Raises ConfigError if they are not one.
+
+    Names that only an extension of the run has are kept as they are, and listed in `unknown_names`.
+    """
+    try:
+        return load_config([PlainValues(values)])
+    except ConfigError as error:
+        raise ConfigError(f"{folder / FILE_NAME}: {problem}" for problem in error.problems) from None
+    except UNPARSABLE as error:  # such as names that no key can have
+        raise ConfigError(f"{folder / FILE_NAME}: cannot be read ({one_line(error)}); {FIX}") from None
+
+
+def load_saved(folder: Path) -> LoadedConfig:
+    """The config of a run folder. Raises ConfigError if it cannot be read."""
+    file = folder / FILE_NAME
+    if not file.is_file():
+        raise ConfigError(f"{folder}: not a run folder (it has no {FILE_NAME}); give the folder of a run")
+    try:
+        values = saved_values(read_small(file, MAX_YAML_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({one_line(error)}); {FIX}") from None
+    return saved_config(values, folder)
+
+
+def _unescaped(value: Any) -> Any:
+    """The opposite of `rolepool.config.loading.escaped`. Text that was not escaped stays as it is."""
+    if isinstance(value, dict):
+        return {str(name): _unescaped(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_unescaped(item) for item in value]
+    if isinstance(value, str):
+        return _ESCAPED.sub(lambda found: _half(found[1]), value)
+    return value
+
+
+def _half(backslashes: str) -> str:
+    """What an odd number of backslashes before `${` stands for. An even number means that nothing is escaped."""
+    is_escaped = len(backslashes) % 2 == 1
+    return backslashes[: len(backslashes) // 2] if is_escaped else backslashes
