@@ -27,8 +27,9 @@ from web_driver import CHROMIUM, DRIVER, browser
 
 from commands import Outcome
 from rolepool.metrics.run_folder import RunFolder
-from rolepool.report.run import NUM_SAMPLES, TAIL_BYTES, sampled_lines
-from rolepool.report.serve import Server, describe, find_runs
+from rolepool.report.findings import duration
+from rolepool.report.run import NUM_SAMPLES, TAIL_BYTES, read_run, sampled_lines
+from rolepool.report.serve import SPAN_BYTES, Server, describe, find_runs
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 TEN_STEPS = "trainer.total_training_steps=10"
@@ -57,7 +58,7 @@ class Client:
 
     def row(self, name: str) -> str:
         """The text of a run's row, in one line."""
-        rows = re.findall(r"<tr>(.*?)</tr>", self.get().text, flags=re.DOTALL)
+        rows = re.findall(r"<tr data-[^>]*>(.*?)</tr>", self.get().text, flags=re.DOTALL)
         (row,) = (row for row in rows if f'value="{escape(name)}"' in row)
         return " ".join(re.sub(r"<[^>]*>", " ", row).split())
 
@@ -196,8 +197,10 @@ def test_a_row_tells_state_step_reward_placement_and_speed(client: Client, runs:
     median_s = (times_s[4] + times_s[5]) / 2
     row = client.row("one")
     assert row.startswith("one first try finished last written ")
-    assert "step 10 of 10 0.167 → 0.667 standard 1 pool, 4 GPUs" in row
-    assert row.endswith(f"{median_s:.3g} s per step")
+    assert "step 10 of 10 0.167 → 0.667 validation 0.667 gae standard 1 pool, 4 GPUs started 2023-11-14 " in row
+    spans = read_run(runs / "one").spans
+    duration_s = max(span.end_s for _, _, span in spans) - min(span.queued_s for _, _, span in spans)
+    assert row.endswith(f"{duration(duration_s)} {median_s:.3g} s per step")
     assert "stopped" in client.row("group/two")
     assert "step 6 of 10" in client.row("group/two")
     assert "split 2 pools, 4 GPUs" in client.row("group/two")
@@ -211,6 +214,68 @@ def test_restarts_are_counted_wherever_they_are_in_a_long_file(tmp_path: Path, r
     with serving(tmp_path) as client:
         assert " restarts: 1 " in client.row("one")
         assert ", restarts: 1" in client.get("/report?run=one").text
+
+
+def test_the_newest_validation_is_found_between_the_lines_that_are_read(tmp_path: Path, runs: Path) -> None:
+    folder = copy_of(runs, "one", tmp_path / "one")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(11, 5_000))
+        file.write('{"step": 5000, "val-core/demo/reward/mean@1": 0.875}\n')
+        file.writelines(f'{{"step": {step}, "timing_s/step": 1.0, "a": 1.0}}\n' for step in range(5_001, 12_000))
+        file.write('{"step": 12000, "val-core/demo/reward/mean@1": 0.9')
+    with serving(tmp_path) as client:
+        assert " validation 0.875 gae " in client.row("one")
+
+
+@pytest.mark.parametrize(
+    ("planned", "recorded", "unit"),
+    [
+        ("auto", "cpu", "4 CPU slots"),
+        ("auto", "cuda:0", "4 GPUs"),
+        ("auto", None, "4 GPUs"),
+        ("cpu", "cpu", "4 CPU slots"),
+        ("cuda", "cuda:0", "4 GPUs"),
+    ],
+)
+def test_a_run_on_cpu_slots_says_so_even_if_its_device_was_chosen_automatically(
+    tmp_path: Path, runs: Path, planned: str, recorded: str | None, unit: str
+) -> None:
+    folder = copy_of(runs, "one", tmp_path / "run")
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    plan["plans"][0]["plan"]["device"] = planned
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    lines = (folder / "spans.jsonl").read_text(encoding="utf-8")
+    lines = re.sub(r'"device": "cuda:\d+"', f'"device": "{recorded}"', lines) if recorded else ""
+    (folder / "spans.jsonl").write_text(lines, encoding="utf-8")
+    with serving(tmp_path) as client:
+        assert unit in client.row("run")
+
+
+def test_start_and_duration_come_from_the_spans_of_a_long_run_and_not_from_its_files(
+    tmp_path: Path, runs: Path
+) -> None:
+    folder = copy_of(runs, "one", tmp_path / "run")
+    first, *_, last = (folder / "spans.jsonl").read_text(encoding="utf-8").splitlines()
+    other = {**json.loads(last), "step": 11, "end_s": json.loads(first)["queued_s"] + 7200}
+    with (folder / "spans.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(f"{last}\n" for _ in range(2 * SPAN_BYTES // len(last)))
+        file.write(f'{json.dumps(other)}\n{{"step": 12, "oper')
+    row = describe("run", folder)
+    assert (row["duration_s"], row["started_s"]) == (7200, json.loads(first)["queued_s"])
+    assert row["run"].notes == []
+    (folder / "spans.jsonl").write_text("", encoding="utf-8")
+    set_age(folder, 50)
+    row = describe("run", folder)
+    assert row["started_s"] == pytest.approx(time.time() - 50, abs=20)
+    assert row["duration_s"] == pytest.approx(0, abs=5)
+
+
+def test_the_duration_of_a_running_run_grows(tmp_path: Path, runs: Path) -> None:
+    folder = copy_of(runs, "group/two", tmp_path / "run")
+    lock(folder, f"process {os.getpid()} on {os.uname().nodename}")
+    row = describe("run", folder)
+    assert row["state"] == "running"
+    assert row["duration_s"] == pytest.approx(time.time() - row["started_s"], abs=20)
 
 
 def test_the_curve_has_a_point_for_each_step(client: Client) -> None:
@@ -456,13 +521,60 @@ def test_in_a_browser_runs_are_listed_and_opened(three_runs: Path) -> None:
         assert window.run("return location.search") == ""
         names = window.run("return [...document.querySelectorAll('tbody a')].map((link) => link.textContent)")
         assert sorted(names) == sorted(["one", "two", HOSTILE])
-        assert window.run("return document.querySelector('button').disabled")
+        assert window.run("return document.querySelector('#compare').disabled")
         window.click("a[href='/report?run=two']")
         window.wait_for("return document.body.innerText.includes('Timeline')")
         assert window.run("return document.querySelector('nav').innerText").startswith(
             "All runs\nrunning, step 6 of 10"
         )
         assert window.run("return document.getElementById('errors').textContent") == ""
+        assert window.errors() == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_in_a_browser_runs_are_searched_and_sorted_also_after_an_update(three_runs: Path) -> None:
+    slow = write_run(three_runs / "slow", num_steps=3, slower={"gen": 9.0})
+    config = (slow / "config.yaml").read_text(encoding="utf-8").replace("adv_estimator: gae", "adv_estimator: grpo")
+    (slow / "config.yaml").write_text(config, encoding="utf-8")
+
+    def shown() -> list[str]:
+        links = "[...document.querySelectorAll('tbody tr:not([hidden]) a')]"
+        return list(window.run(f"return {links}.map((link) => link.textContent)"))
+
+    def search(words: str) -> None:
+        window.run(
+            "const field = document.getElementById('search'); field.value = arguments[0];"
+            "field.dispatchEvent(new Event('input'))",
+            words,
+        )
+
+    with serving(three_runs) as client, browser() as window:
+        window.resize(1400)
+        window.open(client.server.url)
+        window.click("button[data-sort=speed]")
+        assert shown()[0] == "slow"
+        window.click("button[data-sort=speed]")
+        assert shown()[-1] == "slow"
+        head = window.run("return document.querySelector('[aria-sort]').textContent")
+        assert head == "s per step"
+        window.click("button[data-sort=name]")
+        assert shown() == [HOSTILE, "one", "slow", "two"]
+        search("GRPO")
+        assert shown() == ["slow"]
+        search("split  running")
+        assert shown() == ["two"]
+        window.click("input[value=two]")
+        search("grpo")
+        assert shown() == ["slow", "two"]  # a ticked run stays in sight
+        with (three_runs / "slow" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"step": 4, "timing_s/step": 1.0}\n')
+        window.wait_for("return document.body.innerText.includes('step 4')")
+        assert shown() == ["slow", "two"]
+        window.click("#clear")
+        assert shown() == ["slow"]
+        window.open(client.server.url.split("?")[0])
+        assert shown() == ["slow"]  # search and order are kept
         assert window.errors() == []
 
 
@@ -474,14 +586,14 @@ def test_in_a_browser_ticks_survive_updates_and_ticked_runs_are_compared(three_r
         window.open(client.server.url)
         window.click("input[value=one]")
         window.click("input[value=two]")
-        assert window.run("return document.querySelector('button').textContent") == "Compare 2 runs"
+        assert window.run("return document.querySelector('#compare').textContent") == "Compare 2 runs"
         with (three_runs / "two" / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 7, "timing_s/step": 1.0, "critic/score/mean": 0.5}\n')
         window.wait_for("return document.body.innerText.includes('step 7 of 10')")
         ticked = window.run("return [...document.querySelectorAll('input:checked')].map((box) => box.value)")
         assert sorted(ticked) == ["one", "two"]
 
-        window.click("button")
+        window.click("#compare")
         heading = window.wait_for("return document.querySelector('h1').textContent", timeout_s=60)
         assert "one" in heading
         assert "two" in heading

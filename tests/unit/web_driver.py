@@ -50,12 +50,16 @@ class Browser:
         entries = _call(f"{self._session}/se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
+    def resize(self, width: int) -> None:
+        """Show pages as in a window of this width."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", **size)
+
     def screenshot(self, width: int, *, dark: bool) -> bytes:
         """The whole page as PNG."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._devtools("Emulation.setEmulatedMedia", features=features)
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self._devtools("Emulation.setDeviceMetricsOverride", **size)
+        self.resize(width)
         self.run("scrollTo(0, 0)")
         time.sleep(0.3)
         shot = self._devtools("Page.captureScreenshot", captureBeyondViewport=True)

@@ -212,6 +212,15 @@ def event_lines(folder: Path, kind: str) -> list[bytes]:
     return [line for line in lines if event_kind(line) == kind and line.endswith(b"\n")]
 
 
+def newest_validation(folder: Path) -> list[bytes]:
+    """The newest row of metrics.jsonl that has scores of a validation, if there is one."""
+    newest: list[bytes] = []
+    for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES):
+        if b'"val-core/' in line and line.endswith(b"\n"):
+            newest = [line]
+    return newest
+
+
 def last_step(folder: Path) -> int:
     """The step of the newest row of metrics; 0 if there is none."""
     lines = [line for line in last_lines(folder / "metrics.jsonl", TAIL_BYTES) if event_kind(line) is None]

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import event_kind, event_lines, last_lines
+from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
@@ -129,8 +129,10 @@ class Run:
 
 
 def sampled_lines(path: Path) -> Iterator[bytes]:
-    """The restarts in metrics.jsonl, some lines that are spread over a long file, and the lines at its end."""
+    """The restarts in metrics.jsonl, the newest validation, some lines that are spread over a long file, and the lines
+    at its end."""
     yield from event_lines(path.parent, "restart")
+    yield from newest_validation(path.parent)
     with path.open("rb") as file:
         tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
         for offset in range(0, tail, tail // NUM_SAMPLES + 1):

@@ -5,11 +5,13 @@ it lists. The cost of a request is limited: the list reads the end and some othe
 reads only the end of long spans, and what was read is kept until a file changes. The pages are `serve*.html`.
 """
 
+import math
 import os
 import re
 import secrets
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,13 +22,30 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rolepool.errors import ConfigError, RolepoolError, one_line
+from rolepool.metrics.run_folder import last_lines, validation_score
+from rolepool.metrics.spans import Recorded
 from rolepool.report import compare as comparison
 from rolepool.report.comparison_page import TEMPLATES, render_comparison
-from rolepool.report.run import TIMING, Run, finite_values, parts_of, read_run, sampled_lines, state_of, value_at
+from rolepool.report.findings import duration
+from rolepool.report.run import (
+    TIMING,
+    Run,
+    finite_values,
+    parts_of,
+    read_run,
+    read_span,
+    sampled_lines,
+    state_of,
+    value_at,
+)
 from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
+VALIDATIONS = "val-core/"
+"""What the names of the scores of a validation begin with."""
+SPAN_BYTES = 2**16
+"""How much of the beginning and of the end of spans.jsonl the list reads."""
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
 REPORT_BYTES = 2**25
@@ -38,7 +57,13 @@ SILENT_S = 60.0
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 POLICY += "; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
-TEMPLATES.globals.update(value_at=value_at, finite_values=finite_values, REPORT_BYTES=REPORT_BYTES)
+TEMPLATES.globals.update(
+    value_at=value_at,
+    finite_values=finite_values,
+    duration=duration,
+    REPORT_BYTES=REPORT_BYTES,
+    MAX_COMPARED=MAX_COMPARED,
+)
 
 
 # Reading run folders
@@ -60,11 +85,45 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 @lru_cache(maxsize=MAX_FOLDERS)
 def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run:
-    """The run with the metrics that the list shows. The result is kept until the signature of its files changes."""
+    """The run with the metrics and spans that the list shows. The result is kept until the signature of its files
+    changes."""
     run = read_run(folder, 0, sampled_lines)
     for step, row in run.metrics.items():
-        run.metrics[step] = {name: row[name] for name in SHOWN_METRICS if name in row}
+        shown = {name: row[name] for name in SHOWN_METRICS if name in row}
+        scores = {name: value for name, value in row.items() if name.startswith(VALIDATIONS)}
+        run.metrics[step] = {**shown, **scores}
+    run.spans = list(run.read_lines("spans.jsonl", read_span, outer_lines))
     return run
+
+
+def outer_lines(path: Path) -> Iterator[bytes]:
+    """The first line of a file, and the lines at its end, without one that is being written."""
+    with path.open("rb") as file:
+        first = file.readline(SPAN_BYTES)
+    for line in (first, *last_lines(path, SPAN_BYTES)):
+        if line.endswith(b"\n"):
+            yield line
+
+
+def newest_score(run: Run) -> float | None:
+    """The score of the newest validation that was read."""
+    scores = [score for row in run.metrics.values() if (score := validation_score(row)) is not None]
+    return scores[-1] if scores and math.isfinite(scores[-1]) else None
+
+
+def unit_of(run: Run) -> str:
+    """What a rank of this run holds. The plan does not say it if `trainer.device` is auto, but the spans do."""
+    if run.plan is not None and run.plan.device == "auto":
+        devices = {span.device for _, _, span in run.spans if span.pool in run.plan.pools}
+        return "CPU slot" if devices == {"cpu"} else "GPU"
+    return "CPU slot" if run.plan is not None and run.plan.device == "cpu" else "GPU"
+
+
+def work_times(spans: Sequence[Recorded]) -> tuple[float, float] | None:
+    """When the first recorded work began and the last one ended; None if there is no span."""
+    if not spans:
+        return None
+    return min(span.queued_s for _, _, span in spans), max(span.end_s for _, _, span in spans)
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
@@ -80,8 +139,29 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         state = state_of(run, is_silent=silent_s > max(SILENT_S, 5 * step_s))
     except Exception as error:  # no run folder may break the list
         return {"name": name, "state": "unreadable", "error": one_line(error), "started_s": 0.0}
-    times = {"started_s": min(written_s), "silent_s": silent_s, "step_s": step_s}
-    return {"name": name, "state": state, "run": run, "files": signature, **times}
+    began_s, ended_s = work_times(run.spans) or (min(written_s), max(written_s))
+    if state == "running":
+        ended_s = max(ended_s, time.time())
+    return {
+        "name": name,
+        "state": state,
+        "run": run,
+        "files": signature,
+        "score": newest_score(run),
+        "unit": unit_of(run),
+        "started_s": began_s,
+        "start": start_in_words(began_s),
+        "duration_s": ended_s - began_s,
+        "silent_s": silent_s,
+        "step_s": step_s,
+    }
+
+
+def start_in_words(time_s: float) -> str:
+    """A time on this machine's clock; empty if there is no such time."""
+    with suppress(ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+    return ""
 
 
 # Pages
