@@ -21,7 +21,7 @@ from rolepool.config.functions import only_reading
 from rolepool.config.saved import load_saved
 from rolepool.config.schema import policy_loss_in_words
 from rolepool.data.given import Data, DataFiles
-from rolepool.data.rewards import PYTHON_FUNCTION
+from rolepool.data.reward_functions import PYTHON_FUNCTION
 from rolepool.errors import ConfigError, PlacementError, collected, explained, logger
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan

@@ -54,6 +54,7 @@ def test_a_run_goes_on_after_samples_that_fail_and_a_flood_of_lines_is_only_in_a
     marker = tmp_path / "was here"
     code = f"""
     print("\\n".join(["a line"] * 20_000), flush=True)
+    time.sleep(0.2)  # the console says after some seconds how many lines it does not show
     if len(seen) == 3 and not os.path.exists({str(marker)!r}):
         open({str(marker)!r}, "w").close()
         sum(range(10**13))"""
@@ -65,3 +66,32 @@ def test_a_run_goes_on_after_samples_that_fail_and_a_flood_of_lines_is_only_in_a
     assert ended.stdout.count("a line") < 2_000
     assert "more lines are not shown here; all lines are in" in ended.stdout
     assert (tmp_path / "run" / "logs" / "reward_cpu-0.log").read_text().count("a line") >= 64 * 20_000
+
+
+JUDGES = """
+import asyncio
+
+async def judge(solution_str, **kwargs):
+    await asyncio.sleep(0.01 * (len(solution_str) % 3))
+    return float(solution_str.startswith("a"))
+
+def lengths(prompts, completions, **kwargs):
+    return [len(messages[0]["content"]) / 10 for messages in completions]  # prompts of the demo are chats
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 16])
+def test_a_run_with_async_functions_and_functions_of_batches(demo: Demo, tmp_path: Path, concurrency: int) -> None:
+    (tmp_path / "mine.py").write_text(JUDGES, encoding="utf-8")
+    keys = small_keys(demo, tmp_path / "run", *ONE_RANK, "trainer.total_training_steps=2")
+    names = ",".join(f"{tmp_path / 'mine.py'}:{name}" for name in ("judge", "lengths"))
+    keys += [f"reward.functions=[{names}]", f"custom_reward_function.max_concurrency={concurrency}"]
+    keys += [f"trainer.rollout_data_dir={tmp_path / 'samples'}"]
+    command = [sys.executable, "-m", "rolepool.trainer.main_ppo", *keys]
+    subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    assert len(samples) == 32
+    for sample in samples:
+        text = sample["output"]
+        assert sample["score"] == pytest.approx(text.startswith("a") + len(text) / 10)

@@ -197,7 +197,7 @@ locked.__module__ = "__main__"  # as in a notebook, where functions are copied
         ({"reward": "nowhere.py"}, "nowhere.py: cannot be imported"),
         (
             {"reward": no_reward},
-            "reward=no_reward: cannot be called as no_reward(data_source, solution_str",
+            "reward=no_reward: no_reward does not take data_source, solution_str, ground_truth, extra_info; ",
         ),
         ({"reward": reward, "reward_model.enable": True}, "reward: it is not used, because reward_model.enable=true"),
         ({"trainer.nodes": 2}, "trainer.nodes=2: unknown key; did you mean trainer.nnodes?"),

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from rolepool.config import load_config
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_signatures import Row
 from rolepool.data.rewards import (
     RewardError,
     RewardFunction,
     Scored,
     WeightedRewards,
-    load_reward_function,
     score_batch,
     with_overlong_penalty,
 )
@@ -32,8 +33,13 @@ def batch(**changes: Any) -> dict[str, Any]:
         "extra_info": [{}, {"level": 3}],
         "origin": ["train.jsonl, line 1", "train.jsonl, line 9"],
         "uid": ["epoch0-row0", "epoch0-row8"],
+        "raw_prompt": ["3 + 4 =", [{"role": "user", "content": "a or b?"}]],
         **changes,
     }
+
+
+def row(name: str, response: str) -> Row:
+    return Row(name, {"data_source": "", "solution_str": response, "ground_truth": "", "extra_info": {}})
 
 
 def custom(folder: Path, text: str, name: str = "compute_score") -> RewardFunction | WeightedRewards:
@@ -56,7 +62,7 @@ def test_a_built_in_rule_that_cannot_score_a_row_names_it() -> None:
         score_batch(built_in(), batch(reward_model=[{"ground_truth": "seven"}, {}]), ["#### 7", "c"])
     assert str(caught.value) == (
         "built-in reward: the ground truth is 'seven'; the rule gsm8k needs a number without commas, "
-        "for train.jsonl, line 1 (uid epoch0-row0)"
+        "for train.jsonl, line 1 (uid epoch0-row0); the response is '#### 7'"
     )
 
 
@@ -94,7 +100,7 @@ def test_the_function_may_have_another_name_and_take_keywords(tmp_path: Path) ->
     [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(2), 2.0), (torch.tensor(0.25), 0.25)],
 )
 def test_any_kind_of_number_is_a_score(value: Any, expected: float) -> None:
-    scored = RewardFunction(lambda **_: value, "f").score("row 1")
+    (scored,) = RewardFunction(lambda **_: value, "f").score_rows([row("row 1", "")])
     assert scored.score == expected
     assert type(scored.score) is float
 
@@ -114,8 +120,9 @@ def test_any_kind_of_number_is_a_score(value: Any, expected: float) -> None:
 )
 def test_what_is_no_score_is_an_error_with_the_function_and_the_row(value: Any, expected: str) -> None:
     with pytest.raises(RewardError) as caught:
-        RewardFunction(lambda **_: value, "f of x.py").score("train.jsonl, line 3")
-    assert str(caught.value) == f"f of x.py: {expected}, for train.jsonl, line 3"
+        RewardFunction(lambda **_: value, "f of x.py").score_rows([row("train.jsonl, line 3", "x" * 300)])
+    place = f"for train.jsonl, line 3; the response begins with '{'x' * 200}'"
+    assert str(caught.value) == f"f of x.py: {expected}, {place}"
 
 
 def test_an_error_in_the_users_function_names_file_function_line_and_row(tmp_path: Path) -> None:
@@ -130,7 +137,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         score_batch(custom(tmp_path, text), batch(), ["1", "two"])
     assert str(caught.value) == (
         f"custom_reward_function.path={tmp_path / 'my_reward.py'}: compute_score: ValueError at my_reward.py:3: "
-        "invalid literal for int() with base 10: 'two', for train.jsonl, line 9 (uid epoch0-row8)"
+        "invalid literal for int() with base 10: 'two', for train.jsonl, line 9 (uid epoch0-row8); "
+        "the response is 'two'"
     )
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # noqa: S301
@@ -171,11 +179,32 @@ def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: P
         ("compute_score = 1 / 0", "compute_score", "cannot be imported: ZeroDivisionError: division by zero"),
         ("from math import sqrt\ndef f(): ...\ndef g(): ...", "compute_score", "which defines f, g"),
         ("", "compute_score", "which defines no function"),
-        ("compute_score = 3", "compute_score", "compute_score is not a plain function in"),
-        ("async def compute_score(**_): ...", "compute_score", "compute_score is not a plain function in"),
-        ("from math import *", "compute_score", "compute_score is not a plain function in"),
-        ("def compute_score(solution_str): ...", "compute_score", "got an unexpected keyword argument"),
-        ("def f(data_source, solution_str, ground_truth, extra_info, model): ...", "f", "missing a required argument"),
+        ("compute_score = 3", "compute_score", "compute_score is not a function in"),
+        ("from math import *", "compute_score", "compute_score is not a function in"),
+        (
+            "def compute_score(solution_str): ...",
+            "compute_score",
+            "compute_score does not take data_source, ground_truth, extra_info; add **kwargs to its parameters, "
+            "because it is called as compute_score(data_source, solution_str, ground_truth, extra_info=None)",
+        ),
+        (
+            "def f(completions, answer): ...",
+            "f",
+            "f does not take prompts; add **kwargs to its parameters, because it is called as "
+            "f(prompts, completions, **kwargs)",
+        ),
+        (
+            "async def f(prompts, completions): ...",
+            "f",
+            "f does not take the columns of the data; add **kwargs to its parameters",
+        ),
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info, model): ...",
+            "f",
+            "f needs model, but it is called as f(data_source, solution_str, ground_truth, extra_info=None); "
+            "give model a default, or set custom_reward_function.reward_kwargs.model",
+        ),
+        ("def f(data_source, /, **rest): ...", "f", "cannot be called as f(data_source, solution_str"),
     ],
 )
 def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: str, name: str, expected: str) -> None:
@@ -197,9 +226,15 @@ def test_further_arguments_come_from_the_config(tmp_path: Path, arguments: str) 
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ("{scale: 1, other: x}", "reward_kwargs.other=x: compute_score in {file} does not take it; remove it"),
-        ("{scale: 1, extra_info: 2}", "reward_kwargs.extra_info=2: every call sets it; remove it"),
-        ("{}", "path={file}: cannot be called as compute_score(data_source, solution_str, ground_truth"),
+        (
+            "{scale: 1, other: x}",
+            "reward_kwargs.other=x: compute_score does not take it (custom_reward_function.path={file}); remove it",
+        ),
+        (
+            "{scale: 1, extra_info: 2}",
+            "reward_kwargs.extra_info=2: every call sets it (custom_reward_function.path={file}); remove it",
+        ),
+        ("{}", "path={file}: compute_score needs scale, but it is called as compute_score(data_source, solution_str"),
     ],
 )
 def test_an_argument_that_the_function_does_not_take_is_one_line(tmp_path: Path, kwargs: str, expected: str) -> None:

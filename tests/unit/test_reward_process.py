@@ -17,27 +17,33 @@ import psutil
 import pytest
 
 from rolepool.config import load_config
-from rolepool.data.reward_process import ScoringProcess
-from rolepool.data.rewards import RewardError, Row, SampleError, load_reward_function
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_process import ScoringProcesses
+from rolepool.data.reward_signatures import Row
+from rolepool.data.rewards import RewardError, RewardFunction, SampleError
 
 OnError = Literal["abort", "zero"]
 
 
-def process_of(function: Callable[..., Any], timeout_s: float = 30.0, on_error: OnError = "zero") -> ScoringProcess:
-    keys = {"name": "mine", "timeout_s": timeout_s, "on_error": on_error}
+def process_of(
+    function: Callable[..., Any], timeout_s: float = 30.0, on_error: OnError = "zero", num_at_once: int = 1, **more: Any
+) -> ScoringProcesses:
+    keys = {"name": "mine", "timeout_s": timeout_s, "on_error": on_error, **more}
     config = load_config([{"custom_reward_function": keys}]).config
-    return ScoringProcess(load_reward_function(config, function), config.custom_reward_function)
+    loaded = load_reward_function(config, function)
+    assert isinstance(loaded, RewardFunction)
+    return ScoringProcesses(loaded, config.custom_reward_function, num_at_once)
 
 
 def rows(*responses: str) -> list[Row]:
     names = ("data_source", "ground_truth", "extra_info")
     return [
-        (f"line {number}", {**dict.fromkeys(names, ""), "solution_str": text})
+        Row(f"line {number}", {**dict.fromkeys(names, ""), "solution_str": text})
         for number, text in enumerate(responses, start=1)
     ]
 
 
-def error_of(process: ScoringProcess, *responses: str) -> RewardError:
+def error_of(process: ScoringProcesses, *responses: str) -> RewardError:
     with pytest.raises(RewardError) as caught:
         process.score_rows(rows(*responses))
     return caught.value
@@ -88,7 +94,8 @@ def test_a_function_that_does_not_return_is_stopped_and_the_other_rows_are_score
     (line,) = caplog.messages
     assert line == (
         "2 of 5 samples failed and got score 0 (custom_reward_function.on_error=zero); "
-        "the first: reward=mine: no score after custom_reward_function.timeout_s=1.5, for line 2"
+        "the first: reward=mine: no score after custom_reward_function.timeout_s=1.5, for line 2; "
+        f"the response is {response!r}"
     )
 
 
@@ -107,14 +114,14 @@ def test_every_way_to_fail_names_the_row(response: str, problem: str) -> None:
     error = error_of(process, "a", response, "b")
     assert isinstance(error, SampleError)
     assert pytest.approx(1) == process.score_rows(rows("a"))[0].score, "the next batch is not affected"
-    assert re.fullmatch(f"reward=mine: {problem}, for line 2", str(error))
+    assert re.fullmatch(f"reward=mine: {problem}, for line 2; the response is {response!r}", str(error))
 
 
 @pytest.mark.parametrize("on_error", ["abort", "zero"])
 @pytest.mark.parametrize("response", ["none", "nan"])
 def test_a_result_that_is_no_number_is_an_error_in_both_modes(response: str, on_error: OnError) -> None:
     error = error_of(process_of(misbehave, on_error=on_error), "fail" if on_error == "zero" else "a", response)
-    assert str(error).endswith("for line 2")
+    assert str(error).endswith(f"for line 2; the response is {response!r}")
     assert not isinstance(error, SampleError)
 
 

@@ -56,9 +56,18 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the function, such as {strict: true}."""
+    max_concurrency: Count | None = None
+    """How many responses are scored at the same time by functions of your own: calls of an async function, or processes
+    for any other. null means 64 calls of an async function, and one process for each 8 CPUs (at most 8). A function for
+    whole batches is called once for each batch, and this number is not used."""
     timeout_s: Positive = 60.0
-    """Longest time in seconds for one response, for all functions of your own. A function that takes longer is stopped,
-    also if it is inside C code, and the response counts as failed."""
+    """Longest time in seconds for one call of a function of your own: for one response, or for a batch if the function
+    takes whole batches. Retries are included. A function that takes longer is stopped, also if it is inside C code, and
+    its responses count as failed."""
+    retries: CountOrZero = 3
+    """How often a call of a function of your own is repeated if it fails because of a connection: connections that
+    fail or time out, and HTTP status 408, 425, 429, 500, 502, 503 and 504. The first wait is 0.5 s; it doubles up to
+    8 s."""
     on_error: Literal["abort", "zero"] = "abort"
     """What to do if a function of your own raises an error or takes too long: end the run (abort), or give the response
     score 0 (zero), log the first one of each batch, and count them in reward/failed/mean. A result that is not a finite

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from rolepool.config import Config, show
 from rolepool.config.base import lines_of
 from rolepool.config.sources import is_demo_to_make
-from rolepool.data.rewards import PYTHON_FUNCTION, functions_of
+from rolepool.data.reward_functions import PYTHON_FUNCTION, functions_of
 from rolepool.data.rules import rules_for
 from rolepool.errors import ConfigError, DataError, explained
 

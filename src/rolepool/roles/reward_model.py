@@ -15,7 +15,8 @@ from rolepool.config import Config
 from rolepool.config.model_keys import RewardModelConfig
 from rolepool.data import rewards
 from rolepool.data.prompts import RewardTexts, load_tokenizer, reward_texts
-from rolepool.data.reward_process import ScoringProcess
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.reward_process import ScoringProcesses, calls_at_once
 from rolepool.models.loading import load_reward_model
 from rolepool.models.packing import TokenRows
 from rolepool.models.training import FrozenModel
@@ -83,8 +84,13 @@ class RuleReward(Worker):
 
     def __init__(self, config: Config, setup: Setup) -> None:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        reward = rewards.load_reward_function(config, setup.reward)
-        self.reward = ScoringProcess(reward, config.custom_reward_function) if reward.is_users else reward
+        function_keys = config.custom_reward_function
+
+        def start(function: rewards.RewardFunction) -> ScoringProcesses:
+            num_at_once = calls_at_once(function, function_keys, self.rank, self.world_size)
+            return ScoringProcesses(function, function_keys, num_at_once)
+
+        self.reward = load_reward_function(config, setup.reward).in_processes(start)
         self.keys = config.reward_model.reward_kwargs
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=(*TOKENS, *rewards.SCORED_COLUMNS, ENVIRONMENT_SCORE))

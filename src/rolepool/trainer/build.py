@@ -7,7 +7,7 @@ class plays which role is in the table of `rolepool.placement.roles`.
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -17,7 +17,8 @@ from rolepool.config import Config
 from rolepool.config.functions import import_object, policy_losses
 from rolepool.config.model_keys import RewardModelModelConfig
 from rolepool.data.prompts import PromptSet, load_tokenizer, reward_texts
-from rolepool.data.rewards import load_reward_function
+from rolepool.data.reward_functions import load_reward_function
+from rolepool.data.rewards import RewardFunction, WeightedRewards
 from rolepool.errors import ConfigError
 from rolepool.metrics.spans import RULE_POOL
 from rolepool.models.loading import read_model_config
@@ -34,14 +35,30 @@ Reward = Callable[..., Any]
 """A reward function that the config does not name."""
 Models = dict[str, PretrainedConfig]
 """The config.json of each model of a run, by the key that names the model."""
+
+
+class Inputs(NamedTuple):
+    """What was checked before a process starts."""
+
+    models: Models
+    num_helpers: int
+    """The number of processes for rule rewards."""
+
+
 WEIGHTS_PER_CALL = 16
 """Tensors in one call of a weight sync, which is about two layers."""
 
 
 def build_roles(
-    cluster: Cluster, config: Config, num_steps: int, dtype: torch.dtype = torch.float32, reward: Reward | None = None
+    cluster: Cluster,
+    config: Config,
+    num_steps: int,
+    dtype: torch.dtype = torch.float32,
+    reward: Reward | None = None,
+    num_helpers: int = 1,
 ) -> Roles:
     """Build every role that its pool does not have yet, all pools at the same time, and wait until they are ready.
+    A rule reward gets this number of helper processes.
 
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
@@ -63,7 +80,6 @@ def build_roles(
             tp_size = 1 if spec.tensor_parallel is None else config.at(spec.tensor_parallel)
             name, worker, group = str(role), spec.worker, cluster.groups[plan.roles[role]]
         elif spec.rule_worker is not None:
-            num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
             tp_size, name, worker = 1, spec.operations[0].name, spec.rule_worker
             group = cluster.groups.get(RULE_POOL) or cluster.add_helpers(RULE_POOL, num_helpers)
         else:
@@ -79,19 +95,33 @@ def build_roles(
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
 
 
-def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Models:
-    """The models of a run. Raises ConfigError, before a process starts, if a model, function or class cannot be
-    loaded."""
+def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Inputs:
+    """The models of a run, and how many processes a rule reward needs.
+
+    Raises ConfigError, before a process starts, if a model, function or class cannot be loaded.
+    """
     policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     sections = dict.fromkeys(ROLE_SPECS[role].model for role in plan.roles)
     models = {section: read_model_config(config, section) for section in sections}
     for role in plan.roles:
         import_object(f"worker of role {role}", ROLE_SPECS[role].worker)
+    num_helpers = 1
     if Role.RewardModel not in plan.roles:
-        load_reward_function(config, reward)
+        num_helpers = num_helpers_for(load_reward_function(config, reward), config)
     elif reward is not None:
         raise ConfigError("reward: it is not used, because reward_model.enable=true; remove one of the two")
-    return models
+    return Inputs(models, num_helpers)
+
+
+def num_helpers_for(function: RewardFunction | WeightedRewards, config: Config) -> int:
+    """How many helper processes a reward gets. A function for whole batches must get all rows of a batch in one."""
+    if function.takes_batches:
+        return 1
+    num_helpers = min(max(1, (os.cpu_count() or 1) // CPUS_PER_HELPER), MAX_HELPERS)
+    num_calls = config.custom_reward_function.max_concurrency
+    if function.is_users and num_calls is not None:
+        return min(num_helpers, num_calls)
+    return num_helpers
 
 
 def check_prompts(config: Config, models: Models, prompts: Sequence[PromptSet]) -> None:

@@ -94,14 +94,15 @@ class Trainer:
         self.observer = Observer()
         self.plan: Plan = build_plan(self.config)
         PlacementError.raise_if_any(find_problems(self.config, self.plan))
-        models = check_inputs(self.config, self.plan, reward)
+        inputs = check_inputs(self.config, self.plan, reward)
+        self.num_helpers = inputs.num_helpers
         keys, data = self.config.trainer, self.config.data
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         seed = keys.seed if data.seed is None else data.seed
         prompts = PromptSet("train", self.config, self.tokenizer)
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer) if data.val_files else None
-        check_prompts(self.config, models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
+        check_prompts(self.config, inputs.models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
         # -1 stays -1, which means never. Without a number it happens once, after the last step.
         self.save_freq = keys.save_freq or self.num_steps
@@ -218,7 +219,7 @@ class Trainer:
             call.get()
 
     def _build_roles(self) -> None:
-        self.roles = build_roles(self.cluster, self.config, self.num_steps, self.dtype, self.reward)
+        self.roles = build_roles(self.cluster, self.config, self.num_steps, self.dtype, self.reward, self.num_helpers)
 
     def _train(self) -> None:
         """Train until the last step. After a death, go on after the last step whose weights were kept."""

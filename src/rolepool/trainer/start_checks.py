@@ -13,7 +13,7 @@ from rolepool.config.fitting import num_gpus
 from rolepool.config.model_files import why_no_model
 from rolepool.config.sources import is_demo_to_make
 from rolepool.data.files import find_problems as find_data_problems
-from rolepool.data.rewards import load_reward_function
+from rolepool.data.reward_functions import load_reward_function
 from rolepool.errors import ConfigError
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems, find_warnings
