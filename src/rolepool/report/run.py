@@ -137,8 +137,9 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
         tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
         for offset in range(0, tail, tail // NUM_SAMPLES + 1):
             file.seek(offset)
-            if offset:
-                file.readline(TAIL_BYTES)  # the rest of a line
+            beginning = file.readline(TAIL_BYTES)
+            if not offset:
+                yield beginning  # the validation before training; the first step is the next line
             yield file.readline(TAIL_BYTES)
     # Not a line that is being written.
     yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
