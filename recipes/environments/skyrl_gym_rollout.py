@@ -56,7 +56,8 @@ async def _converse(name: str, arguments: dict[str, Any], row: Row, generate: Ge
         if step.error or step.value["done"] or generate.is_over(trajectory):
             break
         messages = step.value["observations"]
-        trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], generate.template_options))
+        options, stops = generate.template_options, generate.stop_token_ids
+        trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], options, stops))
     if started.error is None:
         await instance.call(trajectory, "close")
     trajectory.reward = rewards

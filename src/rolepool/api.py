@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,9 +21,10 @@ from rolepool.config.fitting import num_gpus
 from rolepool.config.functions import only_reading
 from rolepool.config.saved import load_saved
 from rolepool.config.schema import policy_loss_in_words
+from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.data.given import Data, DataFiles
 from rolepool.data.reward_functions import PYTHON_FUNCTION
-from rolepool.errors import ConfigError, PlacementError, collected, explained, logger
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, collected, explained, logger
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
@@ -281,6 +283,9 @@ def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan
     warnings = list(find_warnings(config, made, on_cpus=False))
     problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
     settings: dict[str, str] = {}
+    with suppress(RolepoolError):  # one of the problems
+        if stops := read_stop_tokens(config).in_words():
+            settings["stop tokens"] = stops
     if config.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla":
         settings["policy loss"] = policy_loss_in_words(config)
     return PlanSummary(made, overlaps, estimate, problems, warnings, advice, engines, needed, settings)

@@ -58,6 +58,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "lora_rank": 0,
         "lora_alpha": 16,
         "override_config": NOT_SAID,
+        "tokenizer_path": None,
     },
     "actor_rollout_ref.actor": {
         "strategy": "fsdp2",
@@ -106,6 +107,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "top_k": -1,
         "do_sample": True,
         "ignore_eos": False,
+        "stop_token_ids": [],
         "tensor_model_parallel_size": 1,
         "gpu_memory_utilization": 0.5,
         "log_prob_micro_batch_size_per_gpu": None,
@@ -756,7 +758,6 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
         ("actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000",
          "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000: one sequence may have 1024 tokens"),
         ("trainer.resume_mode=resume_path", "trainer.resume_from_path=null: trainer.resume_mode=resume_path; set"),
-        ("trainer.resume_from_path=x", "trainer.resume_from_path=x: trainer.resume_mode=auto; set resume_mode"),
         ("placement.split.axis=node", "placement.split.axis=node: is for placement.strategy=split"),
         ("placement.strategy=custom placement.split.share=0.5",
          "placement.split.share=0.5: is for placement.strategy=split"),

@@ -18,7 +18,7 @@ from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data import demo
 from rolepool.data.demo import Demo, make_demo, next_letters
 from rolepool.data.prompts import PromptSet, load_tokenizer, validation_batches
-from rolepool.data.rewards import rule_for
+from rolepool.data.rules import rule_for
 from rolepool.errors import ConfigError
 
 

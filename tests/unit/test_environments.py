@@ -322,9 +322,9 @@ def test_what_goes_wrong_in_a_tool_becomes_a_message_and_is_counted(
 ) -> None:
     from rolepool.rollout import environments
 
-    def noted(tokenizer: Any, messages: list[dict[str, Any]], origin: str, options: Any) -> list[int]:
+    def noted(tokenizer: Any, messages: list[dict[str, Any]], *more: Any) -> list[int]:
         MESSAGES.extend(message["content"] for message in messages)
-        return added_tokens(tokenizer, messages, origin, options)
+        return added_tokens(tokenizer, messages, *more)
 
     monkeypatch.setattr(environments, "added_tokens", noted)
     keys = ["environment.timeout_s=0.5", "environment.memory_gb=0.5", f"{HERE}.multi_turn.max_user_turns=1"]
@@ -409,6 +409,10 @@ def test_a_template_adds_what_it_writes_after_the_end_token(demo: Demo) -> None:
     tokenizer.chat_template = CHATML.replace("<|im_start|>", "= ").replace("message.role", "''")
     ids = added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {})
     assert tokenizer.decode(ids) == "= c <eos> = ?", "the last word stands for assistant"
+    other_end = tokenizer.convert_tokens_to_ids("b")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", " b ")
+    ids = added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {}, [other_end])
+    assert tokenizer.decode(ids) == "= c b = ?", "a turn may end with another token than that of the tokenizer"
     tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(RolepoolError, match="changes earlier messages when others follow"):
         added_tokens(tokenizer, [{"role": "tool", "content": "c"}], "line 1", {})

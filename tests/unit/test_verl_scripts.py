@@ -135,7 +135,12 @@ def test_every_other_name_of_a_value_is_accepted() -> None:
         ("+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=32", "another engine"),
         ("actor_rollout_ref.actor.profiler.ranks=[0,4]", "rolepool report"),
         ("global_profiler.global_tool_config.nsys.discrete=True", "rolepool report"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "environment.name names the class"),
+        ("actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=true", "environment.name names the class"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", "environment.name names the class"),
+        ("actor_rollout_ref.rollout.response_length=512", "set data.max_response_length"),
+        ("data.image_key=images", "only texts are read"),
+        ("reward_model.reward_loop_source=register", "custom_reward_function.path"),
+        ("ray_kwargs.ray_init.runtime_env.py_executable='uv run'", "workers use the Python"),
         ("algorithm.filter_groups.metric=acc", "not sampled again"),
         ("critic.strategy=fsdp", "FSDP2"),
         ("actor_rollout_ref.hybrid_engine=True", "placement.roles"),
@@ -149,6 +154,29 @@ def test_a_key_without_effect_is_accepted_and_explained(setting: str, reason: st
     assert reason in why
     assert loaded.set_keys == set()
     assert loaded.warnings == []
+
+
+def test_a_key_that_repeats_the_value_of_another_is_accepted() -> None:
+    words = ["actor_rollout_ref.model.path=a/model", "data.max_response_length=77"]
+    words += ["actor_rollout_ref.ref.model.path=${actor_rollout_ref.model.path}"]
+    loaded = load(*words, "actor_rollout_ref.rollout.response_length=77")
+    assert [one.partition("=")[0] for one in loaded.without_effect] == [
+        "actor_rollout_ref.ref.model.path",
+        "actor_rollout_ref.rollout.response_length",
+    ]
+    refused = problems(*words, "actor_rollout_ref.rollout.response_length=78")
+    assert refused == ["actor_rollout_ref.rollout.response_length=78: not supported: set data.max_response_length"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["critic.ppo_max_token_len_per_gpu=8", "algorithm.adv_estimator=grpo"], "there is no critic"),
+        (["trainer.resume_from_path=/x", "trainer.resume_mode=auto"], "trainer.resume_mode=auto does not use it"),
+    ],
+)
+def test_a_key_of_rolepool_that_nothing_reads_is_accepted_and_explained(words: list[str], reason: str) -> None:
+    assert load(*words).without_effect == {words[0]: reason}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +201,18 @@ def test_a_request_that_is_not_met_but_changes_no_result_is_warned_of(setting: s
         ("critic.strategy=megatron", "only FSDP2 is supported"),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "trained weights are float32; remove it"),
         ("data.tool_config_path=tools.yaml", "environment.name names the class or function with the tools"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "environment.name names the class"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "environment.name names the class"),
+        ("actor_rollout_ref.rollout.use_fire_sampling=true", "rollout.temperature; remove it"),
+        ("actor_rollout_ref.rollout.prompt_length=7", "set data.max_prompt_length"),
+        ("actor_rollout_ref.actor.freeze_vision_tower=true", "have no vision tower; remove it"),
+        ("actor_rollout_ref.ref.model.path=another/model", "the policy before training; remove it"),
+        ("actor_rollout_ref.model.hf_config_path=/x", "set override_config to replace entries of it"),
+        ("data.image_key=pictures", "only texts are read; remove it"),
+        ("reward_model.reward_loop_module_path=mine", "set custom_reward_function.path"),
+        ("reward_model.reward_loop_class_name=Mine", "set custom_reward_function.path"),
+        ("reward_model.reward_loop_source=importlib", "set custom_reward_function.path"),
+        ("ray_kwargs.ray_init.runtime_env.env_vars.A=x", "set variables in your shell"),
         ("algorithm.filter_groups.enable=true", "prompts are not sampled again; remove it"),
         ("algorithm.rollout_correction.rollout_is=token", "does not correct differences"),
         ("reward_model.enable_resource_pool=true", "set placement.roles.reward_model"),

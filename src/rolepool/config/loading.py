@@ -243,7 +243,7 @@ class _Reading:
             self._unknown.add(path)
             self._problems.append(f"{path}=???: has no value yet; set one, or remove the key to use its default")
         resolved, broken = _resolve(self._leaves, self._others, self._problems)
-        without_effect, warnings = _judge(self._others, self._problems)
+        without_effect, warnings = _judge(self._others, resolved, self._problems)
         config, wrong = _validate(resolved, broken, self._leaves, keeps_names=self._keeps_names)
         self._problems.extend(line for path, line in wrong if not self._may_be_added(path))
         if fitted := fitted_defaults(config, self._leaves):
@@ -522,17 +522,21 @@ def _resolved(tree: DictConfig, path: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _judge(others: dict[str, Any], problems: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Check the keys that rolepool does not have. Returns why each accepted one has no effect, and warnings."""
+def _judge(others: dict[str, Any], tree: DictConfig, problems: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Check the keys that rolepool does not have. Returns why each accepted one has no effect, and warnings.
+
+    `tree` has the values of rolepool's own keys.
+    """
     accepted, warnings = dict[str, str](), list[str]()
     for path, value in others.items():
         other, setting = find_other(path), f"{path}={show(value)}"
         assert other is not None
-        if other.works == "if_off" and not other.is_off(value):
+        is_off = other.is_off(value) or (other.same_as is not None and value == OmegaConf.select(tree, other.same_as))
+        if other.works == "if_off" and not is_off:
             problems.append(f"{setting}: not supported: {other.reason}")
             continue
         accepted[setting] = other.reason
-        if other.works == "warned" and not other.is_off(value):
+        if other.works == "warned" and not is_off:
             warnings.append(f"{setting}: no effect: {other.reason}")
     return accepted, warnings
 
@@ -548,6 +552,13 @@ def _unused(config: Config, leaves: Mapping[str, Any]) -> dict[str, str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.engine_kwargs.vllm and rollout.engine != "vllm":
         unused["actor_rollout_ref.rollout.engine_kwargs.vllm"] = f"the engine is {rollout.engine}"
+    if not config.uses_critic:
+        critics = {key: value for key, value in leaves.items() if key.startswith("critic.") and key != "critic.enable"}
+        unused |= {f"{key}={show(value)}": "there is no critic" for key, value in critics.items()}
+    trainer = config.trainer
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        reason = f"trainer.resume_mode={trainer.resume_mode} does not use it"
+        unused[f"trainer.resume_from_path={trainer.resume_from_path}"] = reason
     if rollout.engine != rollout.name:
         unused[f"actor_rollout_ref.rollout.name={rollout.name}"] = f"fallback={rollout.engine} generates"
     return unused
@@ -637,6 +648,8 @@ class OtherKey(Section):
     """Why they have no effect, or why they are refused and what to write instead."""
     same: Items[Any] = ()
     """Values that mean what rolepool does in any case. They count as off."""
+    same_as: str | None = None
+    """A key of rolepool whose value counts as off, because it says the same."""
 
     def is_off(self, value: Any) -> bool:
         """Whether the value asks for nothing that rolepool does not do."""

@@ -32,6 +32,19 @@ class ShapeUnknown(RolepoolError, ValueError):
     """The model's shape is not known; the message says why."""
 
 
+def model_folder(path: str | None) -> Path | None:
+    """The folder of a model: `path` itself, or the newest copy of a hub id in the local cache; None without a copy."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime, default=None)
+    return None if newest is None else newest.parent
+
+
 def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of a model's config.json, with entries replaced. `path` is a folder, or a hub id in the local cache.
 
@@ -40,15 +53,11 @@ def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None
     if path is None:
         raise ShapeUnknown("no model path is set")
     try:
-        files = [Path(path).expanduser() / "config.json"]
-        if not files[0].parent.is_dir():
-            hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-            snapshots = (hub / f"models--{path.replace('/', '--')}" / "snapshots").glob("*/config.json")
-            files = sorted(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
-        content = json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+        folder = model_folder(path)
+        content = None if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError) as error:
         raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
-    if not files:
+    if folder is None:
         raise ShapeUnknown(f"{path} is not on disk, and plan never downloads")
     if not isinstance(content, dict):
         raise ShapeUnknown(f"config.json of {path} is not a JSON object")

@@ -4,7 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from rolepool.config.base import Count, CountOrMinusOne, Fraction, NonNegative, Positive, Ratio, Section, follows
+from rolepool.config.base import (
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    Fraction,
+    Items,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+    follows,
+)
 from rolepool.config.functions import OTHER_ENGINES, EngineName, FormatName, PolicyLossName
 
 LossAggregation = Literal[
@@ -53,6 +64,8 @@ class CriticOptimConfig(OptimConfig):
 class PolicyModelConfig(Section):
     path: str | None = None
     """Model of actor, rollout and reference: a folder in Hugging Face format, or a hub id."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer and its chat template; null uses those in the model's folder."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows if it does."""
     use_remove_padding: bool = True
@@ -65,6 +78,11 @@ class PolicyModelConfig(Section):
     """Scale of LoRA adapters; used if lora_rank is greater than 0."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Where the tokenizer is."""
+        return self.tokenizer_path or self.path
 
 
 class PolicyLossConfig(Section):
@@ -202,6 +220,9 @@ class RolloutConfig(Section):
     """Sample; false decodes greedily."""
     ignore_eos: bool = False
     """Ignore end tokens and always generate max_response_length tokens."""
+    stop_token_ids: Items[CountOrZero] = ()
+    """Further tokens that end a response, in addition to the end tokens of the tokenizer, config.json and
+    generation_config.json. `rolepool plan` shows all of them."""
     tensor_model_parallel_size: Count = 1
     """Number of ranks that share one copy of the rollout's weights. Must divide the pool's processes on each node,
     and the model's heads."""

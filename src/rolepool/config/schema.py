@@ -182,7 +182,7 @@ def contradictions(config: Config) -> list[str]:
         _about_mini_batch(config, "actor_rollout_ref.actor"),
         _about_critics_mini_batch(config),
         _about_tokens(config, "actor_rollout_ref.actor"),
-        _about_tokens(config, "critic"),
+        _about_critics_tokens(config),
         _about_size(config),
         _about_placement(config),
         _about_split(config),
@@ -237,10 +237,9 @@ def _about_parity(config: Config) -> Iterator[str]:
 
 
 def _about_resuming(config: Config) -> Iterator[str]:
-    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
-    if (mode == "resume_path") != (path is not None):
-        key = f"trainer.resume_from_path={'null' if path is None else path}"
-        yield f"{key}: trainer.resume_mode={mode}; set resume_mode=resume_path and the checkpoint folder, or neither"
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path is None:
+        fix = "set the folder of a checkpoint, or another resume_mode"
+        yield f"trainer.resume_from_path=null: trainer.resume_mode=resume_path; {fix}"
 
 
 def _about_overlong(config: Config) -> Iterator[str]:
@@ -285,6 +284,11 @@ def _about_tokens(config: Config, section: str) -> Iterator[str]:
         if tokens < longest:
             reason = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield f"{section}.ppo_max_token_len_per_gpu={tokens}: {reason}; use at least {longest}"
+
+
+def _about_critics_tokens(config: Config) -> Iterator[str]:
+    if config.uses_critic:
+        yield from _about_tokens(config, "critic")
 
 
 def divisor_near(number: int, at_most: int) -> int:

@@ -157,6 +157,10 @@ def check_row(place: str, row: Row, source: str, config: Config) -> None:
         value = "" if found["type"] == "missing" else f"={show(found['input'])}"
         message = f"{'.'.join(map(str, parts))}{value}: {found['msg']}{_HINTS.get(str(found['loc'][0]), '')} {columns}"
         raise BadRow(f"{place}: {message}", kind) from None
+    media = [name for name, value in row.items() if _is_media(name, value)]
+    if media:
+        reason = f"has {media[0]}, and only texts can be read; remove the column, or use other rows"
+        raise BadRow(f"{place}: {reason} {columns}", "media")
     used = used_columns(row, source, config)
     truth = used["reward_model"].get("ground_truth")
     try:
@@ -172,6 +176,14 @@ def check_row(place: str, row: Row, source: str, config: Config) -> None:
             rule("", truth)
         except DataError as error:
             raise BadRow(f"{place}: {error}", rule.__name__) from None
+
+
+def _is_media(name: str, value: Any) -> bool:
+    """Whether a column has images, videos or sounds. They are bytes, or structures with bytes or addresses. A column
+    with a name in the plural is always theirs."""
+    is_media_name = re.fullmatch(r"(image|video|audio)s?", name) is not None
+    is_structure = isinstance(value, bytes | list | dict) or name.endswith("s")
+    return is_media_name and is_structure and bool(value)
 
 
 def used_columns(row: Row, source: str, config: Config) -> Row:
@@ -227,9 +239,8 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
             text = lines.readline()
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or lists in lists without end
-            reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
-            raise BadRow(f"{place}: {reason}; write one object per line", "not JSON") from error
+        except ValueError as error:  # invalid JSON or UTF-8
+            raise BadRow(f"{place}: is not JSON: {error}; write one object per line", "not JSON") from error
         if not isinstance(row, dict):
             raise BadRow(f"{place}: is a JSON {type(row).__name__}; write one object per line", "not an object")
         return place, row

@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rolepool.config import Config, show
-from rolepool.config.model_keys import PolicyModelConfig, RewardModelModelConfig
+from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, logger, one_line
@@ -37,16 +37,19 @@ from rolepool.protocol.columns import INPUT_IDS, TOKENS, rows_of_responses
 _CHUNK_ROWS = 1024  # rows tokenized at once; fast tokenizers use several cores for a list
 
 
-ModelKeys = PolicyModelConfig | RewardModelModelConfig
+def load_tokenizer(keys: PolicyModelConfig) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer."""
+    name = "path" if keys.tokenizer_path is None else "tokenizer_path"
+    return tokenizer_at(f"actor_rollout_ref.model.{name}", keys.tokenizer, keys.trust_remote_code)
 
 
-def load_tokenizer(keys: ModelKeys, name: str = "actor_rollout_ref.model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, by default the policy's. `name` is the key of its path in error messages. If it has no
-    pad token, its end-of-sequence token is used."""
-    key, place = f"{name}={show(keys.path)}", str(Path(str(keys.path)).expanduser())
+def tokenizer_at(name: str, path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer at a path, which is the value of the key `name`. If it has no pad token, its end-of-sequence token
+    is used."""
+    key, place = f"{name}={show(path)}", str(Path(str(path)).expanduser())
     # OSError: files are missing. ValueError, KeyError: they belong to something else.
     with explained(f"{key}: no tokenizer can be loaded from there", "give a model folder", ValueError, KeyError):
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=keys.trust_remote_code)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     if found.eos_token_id is None:
         raise ConfigError(f"{key}: its tokenizer has no end-of-sequence token, which responses need to end")
     if found.pad_token_id is None:
@@ -295,12 +298,14 @@ def reward_texts(config: Config, section: str, vocab_size: int) -> RewardTexts |
     """How texts are tokenized again for the reward model of a section, such as `reward_model.model`; None if it gets
     the policy's tokens. Raises ConfigError if it has too few tokens for that."""
     keys, policy_keys = config.at(section), config.actor_rollout_ref.model
-    name, path = f"{section}.input_tokenizer", keys.input_tokenizer or policy_keys.path
-    policy = load_tokenizer(policy_keys.model_copy(update={"path": path}), name)
+    name, path = f"{section}.input_tokenizer", keys.input_tokenizer
+    if path in (None, policy_keys.path):
+        path = policy_keys.tokenizer
+    policy = tokenizer_at(name, path, policy_keys.trust_remote_code)
     folder = Path(keys.path).expanduser()
     has_tokenizer = not folder.is_dir() or any([*folder.glob("tokenizer*"), *folder.glob("vocab*")])
     if has_tokenizer and keys.input_tokenizer is not None:
-        own = load_tokenizer(keys, f"{section}.path")
+        own = tokenizer_at(f"{section}.path", keys.path, keys.trust_remote_code)
         if own.get_vocab() != policy.get_vocab() or own.chat_template not in (None, policy.chat_template):
             return RewardTexts(policy, own)
     if vocab_size < len(policy):

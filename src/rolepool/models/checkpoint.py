@@ -55,6 +55,8 @@ _RANK_FILE = re.compile(r"rank_\d{5,}_of_(\d{5,})\.json")
 _HASHES = ".sha256"
 _INVALID = (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError)
 """What parsing a file and restoring a random state raise if the file is damaged (RecursionError: deeply nested)."""
+_OF_TOKENIZERS = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
+"""How the names of a tokenizer's files begin."""
 _COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files that an export copies: configurations, tokenizers, chat templates, model code."""
 
@@ -297,9 +299,17 @@ def rank_file(rank: int, num_ranks: int) -> str:
     return f"rank_{rank:05d}_of_{num_ranks:05d}.json"
 
 
-def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes: int = 4 * 2**30) -> None:
+def export_hf(
+    folder: Path,
+    model_config_dir: Path,
+    out_dir: Path,
+    *,
+    tokenizer_dir: Path | None = None,
+    file_bytes: int = 4 * 2**30,
+) -> None:
     """Write a folder that `from_pretrained` loads: the saved weights, in files of at most `file_bytes`, and the other
     files (such as the tokenizer) of the original model folder. The folder appears under its name when it is complete.
+    `tokenizer_dir` is the folder of the tokenizer, if it is another one.
 
     config.json is that of the saved model, which includes the user's overrides and the head; its `dtype` is that of the
     saved weights.
@@ -317,11 +327,12 @@ def export_hf(folder: Path, model_config_dir: Path, out_dir: Path, *, file_bytes
         for path in sorted(model_config_dir.iterdir()):
             if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, temporary / path.name)
+        for path in [] if tokenizer_dir is None else sorted(tokenizer_dir.iterdir()):
+            if path.is_file() and path.name.startswith(_OF_TOKENIZERS):
+                shutil.copyfile(path, temporary / path.name)
         save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
         own = folder / "config.json"
-        source = own if own.is_file() else temporary / "config.json"
-        with explained(f"{source}: not the configuration of a model", "copy the checkpoint again", *_INVALID):
-            config = dict(json.loads(source.read_text(encoding="utf-8")))
+        config = json.loads((own if own.is_file() else temporary / "config.json").read_text(encoding="utf-8"))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
         if len(dtypes) == 1:
             config.pop("torch_dtype", None)  # its name in older releases of transformers

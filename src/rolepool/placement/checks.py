@@ -16,6 +16,7 @@ from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_cores
 from rolepool.config.functions import ADV_ESTIMATORS, ENGINES, import_environment, import_object, may_import
 from rolepool.config.schema import contradictions, divisor_near
+from rolepool.config.stop_tokens import read_stop_tokens
 from rolepool.errors import RolepoolError
 from rolepool.placement.estimate import GIB, SHARED_MEMORY, MemoryEstimate, estimate_memory, peak_by_role
 from rolepool.placement.plan import Plan, build_plan
@@ -46,6 +47,7 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
         *(_batches(config, plan, role, reported) for role in plan.roles),
         _lengths(config, plan),
         _engine(config),
+        _stop_tokens(config),
         *(_packing(config, plan, role) for role in plan.roles),
         _environment(config),
         _users_code(config, "actor_rollout_ref.rollout.name"),
@@ -64,6 +66,9 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
+    if not config.actor_rollout_ref.rollout.ignore_eos:
+        with suppress(RolepoolError):  # a problem of `find_problems`
+            yield from read_stop_tokens(config).warnings()
 
 
 def find_snapshot_warnings(needed: int) -> Iterator[str]:
@@ -163,6 +168,19 @@ def engines_of(config: Config) -> dict[str, str | None]:
         content = model_files.read_model_file(*model_of(config, Role.Rollout))
         return {name: model_files.why_not_run(name, content) for name in ENGINES}
     return {}
+
+
+def _stop_tokens(config: Config) -> Iterator[str]:
+    """The files of the model name end tokens, and those of the user are tokens of the model."""
+    read_stop_tokens(config)
+    written = config.actor_rollout_ref.rollout.stop_token_ids
+    model = config.actor_rollout_ref.model
+    with suppress(model_files.ShapeUnknown):
+        vocab_size = model_files.read_shape(model.path, model.override_config).vocab_size
+        wrong = [number for number in written if number >= vocab_size]
+        if wrong:
+            reason = f"the model has {vocab_size} tokens, numbered from 0; remove {show(wrong)}"
+            yield f"actor_rollout_ref.rollout.stop_token_ids={show(written)}: {reason}"
 
 
 def _packing(config: Config, plan: Plan, role: Role) -> Iterator[str]:

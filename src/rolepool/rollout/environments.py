@@ -101,6 +101,8 @@ class Generate:
     turns: MultiTurnConfig
     template_options: Mapping[str, Any]
     """The options of the chat template."""
+    stop_token_ids: Sequence[int]
+    """The tokens that end a turn of the model."""
 
     def has_room(self, trajectory: Trajectory) -> bool:
         """Whether the model can sample another token: data.max_response_length limits all that follows the prompt."""
@@ -171,7 +173,10 @@ class ToolLoop:
             messages = [_message(name, trajectory.count(one), keys.max_tool_response_length) for name, one in called]
             if not messages:
                 break
-            trajectory.add(added_tokens(generate.tokenizer, messages, row["origin"], generate.template_options))
+            ids = added_tokens(
+                generate.tokenizer, messages, row["origin"], generate.template_options, generate.stop_token_ids
+            )
+            trajectory.add(ids)
         if self._reward_arguments is not None:
             if is_ready:
                 outcome = await instance.call(tools.GET_REWARD, dict.fromkeys(self._reward_arguments, text))
@@ -183,7 +188,7 @@ class ToolLoop:
         """The names and outcomes of the tool calls in a text, one after another."""
         try:
             calls = list(self._parse(text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             return [("", Outcome(error=f"the tool call cannot be read: {one_line(error)}"))]
         unknown = Outcome(error=f"there is no such tool; the tools are {', '.join(self._tools)}")
         return [
@@ -229,18 +234,23 @@ class _Instance:
 
 
 def added_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], origin: str, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    origin: str,
+    options: Mapping[str, Any],
+    stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that a template writes after a turn of the model, which ended with an end token: the messages, and the
-    beginning of the next turn. They are taken from another conversation, so the model's turn is not tokenized again."""
+    """The tokens that a template writes after a turn of the model, which ended with one of the stop tokens (the
+    tokenizer's end token is always one): the messages, and the beginning of the next turn. They are taken from another
+    conversation, so the model's turn is not tokenized again."""
     question, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": "="}
     before = render_chat(tokenizer, [question], origin, turn["content"], **options)
     after = render_chat(tokenizer, [question, turn, *messages], origin, **options)
     if not after.startswith(before):
         problem = f"the chat template of {tokenizer.name_or_path} changes earlier messages when others follow"
         raise DataError(f"{problem}; use another template, or an environment that is an async function")
-    end = str(tokenizer.eos_token)
-    start = before.rindex(end) + len(end) if end in before else len(before)
+    ends = [str(tokenizer.eos_token), *tokenizer.convert_ids_to_tokens(list(stop_token_ids))]
+    start = max((before.rindex(end) + len(end) for end in ends if end in before), default=len(before))
     return next(tokenize(tokenizer, [{"is_chat": True, "text": after[start:]}]))
 
 
@@ -315,14 +325,16 @@ class Conversations:
     def run(self, engine: Engine, sampling: Sampling, rows: Sequence[Row], seeds: Sequence[int]) -> list[Trajectory]:
         """The trajectory of each row, which has this seed. It does not depend on the order in which tools answer."""
         with engine.session(replace(sampling, max_new_tokens=self.limits[1]), len(rows), sum(self.limits)) as session:
-            return asyncio.run(self._run(session, rows, seeds))
+            return asyncio.run(self._run(session, rows, seeds, sampling.stop_token_ids))
 
-    async def _run(self, session: Session, rows: Sequence[Row], seeds: Sequence[int]) -> list[Trajectory]:
+    async def _run(
+        self, session: Session, rows: Sequence[Row], seeds: Sequence[int], stop_token_ids: Sequence[int]
+    ) -> list[Trajectory]:
         queue, tasks = _Queue(session, self.processes), []
         try:
             async with asyncio.TaskGroup() as group:
                 for number, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                    options = (self.limits[1], self.turns, self.template_options)
+                    options = (self.limits[1], self.turns, self.template_options, stop_token_ids)
                     generate = Generate(queue, self.tokenizer, number, seed, *options)
                     tasks.append(group.create_task(self._one(row, generate)))
                 group.create_task(queue.serve(tasks))

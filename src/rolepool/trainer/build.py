@@ -6,16 +6,19 @@ class plays which role is in the table of `rolepool.placement.roles`.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from rolepool.cluster import Cluster, RoleProxy
 from rolepool.config import Config
 from rolepool.config.functions import import_object, policy_losses
 from rolepool.config.model_keys import RewardModelModelConfig
+from rolepool.config.stop_tokens import read_stop_tokens, united
 from rolepool.data.prompts import PromptSet, load_tokenizer, reward_texts
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.rewards import RewardFunction, WeightedRewards
@@ -63,17 +66,20 @@ def build_roles(
     Raises ConfigError if a node does not have a model folder, because its processes would look for it on the hub.
     """
     plan = cluster.plan
-    for role, pool in plan.roles.items():
-        key = f"{ROLE_SPECS[role].model}.path"
+    tokenizer_key = "actor_rollout_ref.model.tokenizer_path"
+    folders = [(f"{ROLE_SPECS[role].model}.path", pool) for role, pool in plan.roles.items()]
+    if config.at(tokenizer_key) is not None:
+        folders.append((tokenizer_key, plan.roles[Role.Rollout]))
+    for key, pool in dict.fromkeys(folders):
         path = str(config.at(key))
         if Path(path).expanduser().is_dir():
             fix = "copy the model there, or to a folder that all nodes share"
             cluster.groups[pool].check_exists(f"{key}={path}", path, fix)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    stop_token_ids, pad_token_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
+    stop_token_ids = stop_tokens_of(config, tokenizer)
     micro_batches = estimate_memory(config, plan, cluster.gpu_memory_bytes).micro_batches
     policy_loss = policy_losses.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    setup = Setup(num_steps, dtype, micro_batches, stop_token_ids, pad_token_id, policy_loss, reward)
+    setup = Setup(num_steps, dtype, micro_batches, stop_token_ids, tokenizer.pad_token_id, policy_loss, reward)
     proxies: dict[Role, RoleProxy] = {}
     for role, spec in ROLE_SPECS.items():
         if role in plan.roles:
@@ -93,6 +99,18 @@ def build_roles(
     ready: dict[str, RoleProxy] = {role: proxy.with_blocking(False) for role, proxy in proxies.items()}
     sync = sync_here if plan.roles[Role.Actor] == plan.roles[Role.Rollout] else sync_across
     return Roles(ready, sync(ready[Role.Actor], ready[Role.Rollout]))
+
+
+def stop_tokens_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a response: that of the tokenizer, and those that the files of the model and the config name.
+
+    A file of a model on the hub is downloaded, as the model itself is.
+    """
+    path = str(config.actor_rollout_ref.model.path)
+    if not Path(path).expanduser().is_dir():
+        with suppress(OSError):  # most models that are not for chats have no such file
+            cached_file(path, "generation_config.json")
+    return united([tokenizer.eos_token_id], read_stop_tokens(config).ids)
 
 
 def check_inputs(config: Config, plan: Plan, reward: Reward | None = None) -> Inputs:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from rolepool.config import Config, LoadedConfig, show
+from rolepool.config.model_files import model_folder
 from rolepool.config.saved import load_saved
 from rolepool.errors import ConfigError, DivergedError, explained, logger
 from rolepool.metrics.run_folder import RunFolder
@@ -184,8 +185,8 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
     with explained(f"{key}={model}: not found", "run the export on a machine that has it"):
-        # In a local folder, or in the local copy of a hub model. Nothing is downloaded that a run folder names.
-        model_config = str(cached_file(model, "config.json", local_files_only=True))
+        model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
+    tokenizer_folder = model_folder(config.actor_rollout_ref.model.tokenizer)
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
-        model_files.export_hf(saved / role, Path(model_config).parent, out_dir)
+        model_files.export_hf(saved / role, Path(model_config).parent, out_dir, tokenizer_dir=tokenizer_folder)
     return saved
