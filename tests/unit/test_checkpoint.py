@@ -784,6 +784,16 @@ def test_an_export_takes_what_lies_beside_the_weights(role: Path, model_folder: 
     assert (config["dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
 
 
+def test_an_export_has_the_tokenizer_that_the_run_used(role: Path, model_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (other / "config.json").write_text("{}", encoding="utf-8")
+    export_hf(role, model_folder, tmp_path / "out", tokenizer_dir=other)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert "vocab_size" in (tmp_path / "out" / "config.json").read_text(), "that of the model"
+
+
 def test_a_large_export_is_spread_over_files_of_bounded_size(role: Path, model_folder: Path, tmp_path: Path) -> None:
     export_hf(role, model_folder, tmp_path / "out", file_bytes=4000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))

@@ -290,6 +290,8 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
         (row(reward_model="rule"), "reward_model=rule: Input should be a valid dictionary"),
         (row(extra_info=[1]), "extra_info=[1]: Input should be a valid dictionary"),
         (row(prompt="   "), "prompt has no tokens"),
+        (row(images=["a.png"]), "has images, and only texts can be read; remove the column, or use other rows"),
+        (row(image={"path": "a.png"}), "has image, and only texts can be read"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -569,6 +571,21 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path, token
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "padless")
     assert load_tokenizer(PolicyModelConfig(path=str(tmp_path / "padless"))).pad_token_id == tokenizer.eos_token_id
+
+
+def test_a_column_of_texts_may_have_the_name_of_an_image(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", row(image="none", images=[]))
+    assert len(prompts_of(tokenizer, file)) == 1
+
+
+def test_the_tokenizer_may_be_in_another_folder_than_the_model(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    keys = PolicyModelConfig(path=str(tmp_path), tokenizer_path=str(tmp_path / "tokenizer"))
+    assert load_tokenizer(keys).get_vocab() == tokenizer.get_vocab()
+    (line,) = problem(lambda: load_tokenizer(keys.with_value("tokenizer_path", str(tmp_path)))).splitlines()
+    assert line.startswith(f"actor_rollout_ref.model.tokenizer_path={tmp_path}: no tokenizer can be loaded from there")
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
