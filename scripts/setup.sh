@@ -1,5 +1,8 @@
 # Sourced by the shell scripts of the root: makes sure that .venv holds exactly what is pinned.
 #
+# The packages are installed with uv if it is on PATH, because that is faster, and with pip otherwise, or if uv fails: uv
+# does not read pip's configuration, so it may not know the package index. INSTALLER=pip does not try uv.
+#
 # A stamp is written into .venv at the very end of an install. It names the pinned files and the folder. If it is
 # missing or differs, .venv is made again, so an install that failed or was interrupted cannot break the next try.
 
@@ -13,7 +16,7 @@ describe_python() {
 }
 
 is_supported() {
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2> /dev/null
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2> /dev/null
 }
 
 # PYTHON=... is used or refused, never ignored.
@@ -25,7 +28,7 @@ check_chosen_python() {
         echo "error: PYTHON=$PYTHON: is not a Python that can be started; give its path, or do not set PYTHON" >&2
         exit 2
     elif ! is_supported "$PYTHON"; then
-        echo "error: PYTHON=$PYTHON: is $found; Python 3.11 or 3.12 is needed" >&2
+        echo "error: PYTHON=$PYTHON: is $found; Python 3.11 to 3.14 is needed" >&2
         exit 2
     elif [ -e .venv/stamp ] && [ "$(describe_python .venv/bin/python)" != "$found" ]; then
         echo "error: PYTHON=$PYTHON: is $found, and .venv was made with $(describe_python .venv/bin/python);" \
@@ -36,14 +39,25 @@ check_chosen_python() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11; do
         if is_supported "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    echo "error: python3 of version 3.11 or 3.12 is needed, and none is on PATH; name one with PYTHON=/path/to/python3" >&2
+    echo "error: python3 of version 3.11 to 3.14 is needed, and none is on PATH; name one with PYTHON=/path/to/python3" >&2
     exit 2
+}
+
+find_installer() {
+    case "${INSTALLER:-}" in
+        "") if command -v uv > /dev/null; then echo uv; else echo pip; fi ;;
+        uv | pip) echo "$INSTALLER" ;;
+        *)
+            echo "error: INSTALLER=$INSTALLER: must be uv or pip; do not set it to use uv if it is on PATH" >&2
+            exit 2
+            ;;
+    esac
 }
 
 wanted_stamp() {
@@ -73,19 +87,39 @@ show_progress() {
     done
 }
 
-install_project() {
-    local python began=$SECONDS
-    python=$(find_python)
-    echo "Setting up .venv with $(describe_python "$python"), once: about 2 GB, 2 to 10 minutes" >&2
-    rm -rf .venv
-    if ! "$python" -m venv .venv; then
+install_with_uv() {
+    local options=(--python .venv/bin/python --compile-bytecode -c constraints.txt)
+    uv venv --quiet --seed --python "$1" .venv &&
+        uv pip install "${options[@]}" --quiet setuptools &&
+        uv pip install "${options[@]}" --no-build-isolation -e '.[dev]' 2>&1 |
+        tee .venv/setup.log | sed '/^ + /d' >&2 # without the list of installed packages
+}
+
+install_with_pip() {
+    if ! "$1" -m venv .venv; then
         rm -rf .venv
-        echo "error: $python cannot make a virtual environment; install its venv package (Debian: apt install python3-venv)" >&2
+        echo "error: $1 cannot make a virtual environment; install its venv package (Debian: apt install python3-venv)" >&2
         exit 2
     fi
     if ! pip_install --quiet setuptools || ! pip_install --no-build-isolation -e '.[dev]' | show_progress; then
         echo "error: pip could not install the packages (see above); start the script again to try again" >&2
         exit 2
+    fi
+}
+
+install_project() {
+    local python installer began=$SECONDS
+    python=$(find_python)
+    installer=$(find_installer)
+    echo "Setting up .venv with $(describe_python "$python") and $installer, once: about 2 GB, 1 to 10 minutes" >&2
+    rm -rf .venv
+    if [ "$installer" = uv ] && ! install_with_uv "$python"; then
+        echo "uv could not install the packages (see above), so pip tries it" >&2
+        rm -rf .venv
+        installer=pip
+    fi
+    if [ "$installer" = pip ]; then
+        install_with_pip "$python"
     fi
     wanted_stamp > .venv/stamp.tmp
     mv .venv/stamp.tmp .venv/stamp

@@ -93,4 +93,4 @@ def lines_within(file: BinaryIO) -> Iterator[bytes]:
     while line := file.readline(MAX_LINE_BYTES):
         yield line
         while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
+            line = file.readline(MAX_LINE_BYTES)  # it is skipped

@@ -49,7 +49,7 @@ def test_the_base_image_has_an_exact_version_of_a_python_that_we_support(root: P
     found = re.fullmatch(r"python:(\d+)\.(\d+)\.\d+-slim-bookworm", stage[0].words)
     assert found is not None and stage[0].name == "FROM"
     supported = tomllib.loads((root / "pyproject.toml").read_text())["project"]["requires-python"]
-    assert supported == ">=3.11,<3.13" and (3, 11) <= tuple(map(int, found.groups())) < (3, 13)
+    assert supported == ">=3.11,<3.15" and (3, 11) <= tuple(map(int, found.groups())) < (3, 15)
 
 
 def test_what_is_copied_exists_and_nothing_else_is_sent_to_the_builder(root: Path, stage: list[Instruction]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from report_runs import ACTOR, make_long_run, make_run
 from synthetic_runs import write_run
 from test_report import HOSTILE, make_hostile
+from web_driver import CONTRAST
 
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.report.run import metric_names, read_run
@@ -44,21 +45,9 @@ for (const words of ["Next step ›", "‹ Previous step", "‹ Previous step"])
 document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: shown.join(", ")}));
 </script></body>"""
 
-MEASURE = """<script>
-const channels = (color) => color.match(/[\\d.]+/g).map(Number);
-function luminance(color) {
-  const linear = (value) => (value <= 10 ? value / 3295 : ((value / 255 + 0.055) / 1.055) ** 2.4);
-  const [red, green, blue] = channels(color).map(linear);
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-}
-function contrast(one, other) {
-  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
-}
-function background(one) {
-  const color = one.ownerDocument.defaultView.getComputedStyle(one).backgroundColor;
-  return channels(color)[3] === 0 ? background(one.parentElement) : color;
-}
+MEASURE = (
+    f"<script>{CONTRAST}"
+    + """
 function measure(frame) {
   const shown = frame.contentDocument, view = frame.contentWindow, root = shown.documentElement;
   const all = (selector) => [...shown.querySelectorAll(selector)];
@@ -83,6 +72,7 @@ addEventListener("load", () => {
   document.getElementById("result").textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(measure));
 });
 </script></body>"""
+)
 
 Open = Callable[..., str]
 

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
+import psutil
 import pytest
 from markupsafe import escape
 from synthetic_runs import write_run
@@ -423,6 +425,39 @@ def test_two_hundred_runs_of_four_thousand_steps_are_listed_at_once(tmp_path: Pa
 # Reports and comparisons
 
 
+def page_process_of(folder: Path) -> psutil.Process:
+    """The process that makes the page of a folder, when there is one."""
+    for _ in range(500):
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if str(folder) in child.cmdline():
+                    return child
+        time.sleep(0.01)
+    raise AssertionError(f"no process makes the page of {folder}")
+
+
+def test_a_folder_that_takes_too_long_is_stopped_and_blocks_no_other(tmp_path: Path, runs: Path) -> None:
+    root = tmp_path / "runs"
+    slow = copy_of(runs, "one", root / "slow")
+    copy_of(runs, "one", root / "other")
+    with serving(root) as client, ThreadPoolExecutor() as threads:
+        client.server.limit_s = 5.0
+        asked = [threads.submit(client.get, "/report?run=slow") for _ in range(6)]
+        process = page_process_of(slow)
+        process.suspend()
+        assert client.get("/report?run=other").status == 200
+        assert not asked[0].done()
+        process.resume()
+        process.kill()
+        client.server.limit_s = 0.01
+        answers = [answer.result() for answer in asked]
+        assert "was not ready after 0.01 s" in answers[-1].text
+        assert all(answer.status == 400 for answer in answers)
+        client.server.limit_s = 60.0
+        assert client.get("/report?run=slow").status == 200
+        assert not psutil.Process().children()
+
+
 def test_a_report_is_that_of_the_run_as_it_is_now(tmp_path: Path, runs: Path) -> None:
     folder = copy_of(runs, "group/two", tmp_path / "run")
     lock(folder, "process 12 on elsewhere")
@@ -455,7 +490,8 @@ def test_runs_of_different_work_are_compared_with_what_differs(tmp_path: Path, r
         answer = client.get("/compare?run=one&run=other")
         assert answer.status == 200
         assert "<title>one and other</title>" in answer.text
-        assert "data.max_response_length: 512 in one, 8 in other" in answer.text
+        (row,) = re.findall(r"<tr><th><code>data.max_response_length</code>.*?</tr>", answer.text)
+        assert re.findall(r'<td data-name="(.*?)"><code>(.*?)<', row) == [("one", "512"), ("other", "8")]
 
 
 # The command

@@ -17,6 +17,24 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
+CONTRAST = """
+const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+function luminance(color) {
+  const linear = (value) => (value <= 10 ? value / 3295 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = channels(color).map(linear);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+}
+function contrast(one, other) {
+  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+function background(one) {
+  const color = one.ownerDocument.defaultView.getComputedStyle(one).backgroundColor;
+  return channels(color)[3] === 0 ? background(one.parentElement) : color;
+}
+"""
+"""Functions in JavaScript: the contrast of two colours, and the colour behind an element."""
+
 
 class Browser:
     """One window."""

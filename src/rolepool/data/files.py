@@ -239,8 +239,9 @@ def _rows_of_lines(file: Path, max_rows: int | None) -> Rows:
             text = lines.readline()
         try:
             row = json.loads(text)
-        except ValueError as error:  # invalid JSON or UTF-8
-            raise BadRow(f"{place}: is not JSON: {error}; write one object per line", "not JSON") from error
+        except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or lists in lists without end
+            reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+            raise BadRow(f"{place}: {reason}; write one object per line", "not JSON") from error
         if not isinstance(row, dict):
             raise BadRow(f"{place}: is a JSON {type(row).__name__}; write one object per line", "not an object")
         return place, row

@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 from rolepool.config import Config
 from rolepool.errors import ConfigError, explained, logger
-from rolepool.files import write_atomically
+from rolepool.files import atomic_path, write_atomically
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
+from rolepool.reading import lines_within, open_regular, parse_json, read_small
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
 RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "state.json", "plan.json")
@@ -48,6 +49,9 @@ the run moved to another placement."""
 UNREADABLE = 2**63
 TAIL_BYTES = 2**25
 """How much of the end of a long metrics.jsonl is searched for events and for the last step."""
+MAX_LOCK_BYTES = 2**12
+STEP_ROW_FILES = ("metrics.jsonl", "spans.jsonl", "train.log")
+"""Files in which each line belongs to a step."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -66,7 +70,7 @@ class RunFolder:
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()  # an old lock can be opened even if no file can be created
-            lock = file.open("a+", encoding="utf-8")
+            lock = file.open("a+", encoding="utf-8", errors="replace")
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +83,8 @@ class RunFolder:
                 is_ours = True
             if not is_ours:
                 lock.seek(0)
-                what = f"another run is writing there ({lock.read()}); wait until it ends, or name another folder"
+                holder = lock.read(MAX_LOCK_BYTES)
+                what = f"another run is writing there ({holder}); wait until it ends, or name another folder"
                 raise ConfigError(f"{key}: {what}")
             try:
                 with explained(f"{key}: cannot be written", "free disk space, or name another folder"):
@@ -106,22 +111,29 @@ class RunFolder:
     def begin(self, after_step: int | None) -> Path | None:
         """Move what a run that resumes after this step will write again to `earlier/N`; None moves the whole run.
 
+        Nothing is moved before everything was read, so that a file that cannot be read leaves the folder as it is.
         Returns the folder it was moved to, or None if there was nothing to move.
         """
         numbers = [int(path.name) for path in self.path.glob("earlier/*") if path.name.isdecimal()]
         aside = self.path / "earlier" / str(max(numbers, default=0) + 1)
         moved = self._existing_files()
+        divided: dict[Path, tuple[bytes, bytes]] = {}
         if after_step is not None:
             numbered = [*self.path.glob("checkpoints/step_*"), *self.path.glob("validation/step_*")]
             moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
+            divided = {file: _divided(file, after_step) for file in self._existing_files(STEP_ROW_FILES)}
         elif moved:
             moved = [*self._existing_files(LOG_FOLDERS), *moved]
         for path in moved:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        if after_step is not None:
-            self._move_rows_after(after_step, aside)
+        for file, (kept, later) in divided.items():
+            if later:
+                aside.mkdir(parents=True, exist_ok=True)
+                (aside / file.name).write_bytes(later)
+                with atomic_path(file) as temporary:
+                    temporary.write_bytes(kept)
         if not aside.exists():
             return None
         for path in self._existing_files(("config.yaml", "plan.json")):  # only if the run resumes
@@ -135,7 +147,7 @@ class RunFolder:
         """Write to plan.json that the plan holds from this step on. Plans of later steps are removed."""
         earlier: list[PlannedSteps] = []
         with suppress(OSError, ValueError):  # there is none, or it is damaged
-            history = PlanHistory.model_validate_json((self.path / "plan.json").read_bytes()).plans
+            history = PlanHistory.model_validate_json(read_small(self.path / "plan.json")).plans
             earlier = [planned for planned in history if planned.first_step < first_step]
         if earlier and earlier[-1].plan == plan:
             first_step = earlier.pop().first_step
@@ -170,17 +182,6 @@ class RunFolder:
     def _existing_files(self, names: Iterable[str] = RUN_FILES) -> list[Path]:
         return [path for path in (self.path / name for name in names) if path.exists()]
 
-    def _move_rows_after(self, step: int, aside: Path) -> None:
-        for file in self._existing_files(("metrics.jsonl", "spans.jsonl", "train.log")):
-            kept: list[bytes] = []
-            later: list[bytes] = []
-            for line in file.read_bytes().splitlines():
-                (kept if _step_of(line) <= step or event_kind(line) == "restart" else later).append(line + b"\n")
-            if later:
-                aside.mkdir(parents=True, exist_ok=True)
-                (aside / file.name).write_bytes(b"".join(later))
-                self.write(file.name, b"".join(kept).decode())
-
     def _append(self, name: str, lines: Iterable[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
         what = f"trainer.default_local_dir={self.path}: {name} cannot be written"
@@ -188,17 +189,32 @@ class RunFolder:
             file.write(text)
 
 
+def _divided(file: Path, step: int) -> tuple[bytes, bytes]:
+    """The lines of a file up to a step, with those of all restarts, and the later lines."""
+    kept: list[bytes] = []
+    later: list[bytes] = []
+    for line in file.read_bytes().splitlines():
+        is_kept = _step_of(line) <= step or event_kind(line) == "restart"
+        (kept if is_kept else later).append(line + b"\n")
+    return b"".join(kept), b"".join(later)
+
+
+def lock_text(folder: Path) -> str:
+    """What the run that holds the lock of a folder has written into it: its process and its machine."""
+    return read_small(folder / ".lock", MAX_LOCK_BYTES).decode(errors="replace")
+
+
 def last_lines(path: Path, last_bytes: float = math.inf) -> Iterator[bytes]:
     """The lines of a file, if it exists; only those in its last bytes if it is longer. The last line may be
     incomplete."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = int(max(0, os.fstat(file.fileno()).st_size - last_bytes))
         if start:
             file.seek(start - 1)
-            file.readline()  # the rest of a line
-        yield from file
+            next(lines_within(file), None)  # the rest of a line
+        yield from lines_within(file)
 
 
 def event_kind(line: bytes) -> str | None:
@@ -266,9 +282,10 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 def _step_of(line: bytes) -> int:
     """The step of a line. A line that a crash or a full disk made unreadable counts as later than all steps."""
     try:
-        text = line.decode()
-        return int(text[5:].split(" ")[0] if text.startswith("step:") else json.loads(text)["step"])
-    except (ValueError, KeyError, TypeError):
+        if line.startswith(b"step:"):
+            return int(line[5:].split(b" ")[0])
+        return int(parse_json(line)["step"])
+    except (ValueError, OverflowError, LookupError, TypeError):
         return UNREADABLE
 
 

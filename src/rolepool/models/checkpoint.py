@@ -332,7 +332,9 @@ def export_hf(
                 shutil.copyfile(path, temporary / path.name)
         save_torch_state_dict(weights, temporary, max_shard_size=file_bytes)
         own = folder / "config.json"
-        config = json.loads((own if own.is_file() else temporary / "config.json").read_text(encoding="utf-8"))
+        source = own if own.is_file() else temporary / "config.json"
+        with explained(f"{source}: not the configuration of a model", "copy the checkpoint again", *_INVALID):
+            config = dict(json.loads(source.read_text(encoding="utf-8")))
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
         if len(dtypes) == 1:
             config.pop("torch_dtype", None)  # its name in older releases of transformers

@@ -79,7 +79,11 @@ class Difference(NamedTuple):
     """Whether it changes what a step has to compute, so that times cannot be compared directly."""
 
     def __str__(self) -> str:
-        return f"{self.key}: " + ", ".join(f"{value} in {name}" for name, value in self.values.items())
+        """`data.train_batch_size: 64 in one and three, 32 in two`"""
+        names: dict[str, list[str]] = {}
+        for name, value in self.values.items():
+            names.setdefault(value, []).append(name)
+        return f"{self.key}: " + ", ".join(f"{value} in {' and '.join(runs)}" for value, runs in names.items())
 
 
 def read_runs(folders: Sequence[str | Path]) -> dict[str, Run]:
@@ -181,12 +185,17 @@ def _factor(ratio: Ratio) -> tuple[float, float, float]:
     return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
 
 
-def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
-    """What limits the comparison, in one line for each run that other programs slowed down, and for each key that
-    changes the work."""
+def loads_on(runs: Mapping[str, Run]) -> Iterator[str]:
+    """A line for each run that other programs slowed down."""
     for name, run in runs.items():
         if load := outside_load(run):
             yield f"{name}: {load}"
+
+
+def notes_on(runs: Mapping[str, Run]) -> Iterator[str]:
+    """What limits the comparison: a line for each run that other programs slowed down, and for each key that changes
+    the work."""
+    yield from loads_on(runs)
     work = [difference for difference in differences(runs) if difference.is_work]
     if work:
         yield "The work of a step differs, so times cannot be compared directly:"

@@ -24,8 +24,8 @@ from rolepool.report.compare import (
     cells_of,
     differences,
     headline,
+    loads_on,
     measured_steps,
-    notes_on,
     with_unit,
 )
 from rolepool.report.curves import binned
@@ -71,7 +71,7 @@ def render_comparison(runs: Mapping[str, Run], lines: Sequence[Line]) -> str:
     groups = groupby(lines, key=lambda line: line.measure)
     return TEMPLATES.get_template("comparison.html").render(
         headline=headline(runs, lines),
-        notes=[note.strip() for note in notes_on(runs)],
+        loads=list(loads_on(runs)),
         summary=_summary(runs, lines),
         charts=list(charts_of(runs)),
         chart={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},

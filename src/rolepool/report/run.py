@@ -19,11 +19,11 @@ from pydantic import ConfigDict, TypeAdapter, create_model
 
 from rolepool.config.saved import saved_values
 from rolepool.errors import ConfigError, explained
-from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, newest_validation
+from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, lock_text, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
-from rolepool.reading import read_small
+from rolepool.reading import open_regular, read_small
 
 T = TypeVar("T")
 
@@ -133,12 +133,13 @@ def sampled_lines(path: Path) -> Iterator[bytes]:
     at its end."""
     yield from event_lines(path.parent, "restart")
     yield from newest_validation(path.parent)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         tail = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
         for offset in range(0, tail, tail // NUM_SAMPLES + 1):
             file.seek(offset)
-            if offset:
-                file.readline(TAIL_BYTES)  # the rest of a line
+            beginning = file.readline(TAIL_BYTES)
+            if not offset:
+                yield beginning  # the validation before training; the first step is the next line
             yield file.readline(TAIL_BYTES)
     # Not a line that is being written.
     yield from (line for line in last_lines(path, TAIL_BYTES) if line.endswith(b"\n"))
@@ -183,12 +184,16 @@ def state_of(run: Run, *, is_silent: bool) -> str:
     lock = run.folder / ".lock"
     if not lock.is_file():
         return "finished" if run.is_finished else "stopped"
-    pid, _, machine = lock.read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
+    try:
+        text, locked_s = lock_text(run.folder), lock.stat().st_mtime
+    except (OSError, ValueError):  # just removed, or not the lock of a run
+        return "finished" if run.is_finished else "unknown"
+    pid, _, machine = text.removeprefix("process ").partition(" on ")
     if machine != os.uname().nodename:
         return "running" if not is_silent else "finished" if run.is_finished else "unknown"
-    with suppress(psutil.NoSuchProcess, ValueError):
+    with suppress(psutil.Error, ValueError, OverflowError):
         # A process that is younger than the lock is another one with the same number.
-        if psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 2:
+        if psutil.Process(int(pid)).create_time() <= locked_s + 2:
             return "running"
     return "finished" if run.is_finished else "failed"
 

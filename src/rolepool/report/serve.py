@@ -1,8 +1,9 @@
 """The runs below a folder in the browser: a list that follows them, the report of each run, and comparisons.
 
 Owns the web server, who may use it, and what is read for the list. It only reads run folders, and opens only those that
-it lists. The cost of a request is limited: the list reads the end and some other rows of a long metrics.jsonl, a report
-reads only the end of long spans, and what was read is kept until a file changes. The pages are `serve*.html`.
+it lists. The cost of a request is limited: the list reads the end and some other rows of a long metrics.jsonl, reports
+and comparisons are made in processes with limits (`rolepool.report.page_process`), and what was read is kept until a
+file changes. The pages are `serve*.html`.
 """
 
 import math
@@ -11,6 +12,7 @@ import re
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -24,9 +26,9 @@ from urllib.parse import parse_qs
 from rolepool.errors import ConfigError, RolepoolError, one_line
 from rolepool.metrics.run_folder import last_lines, validation_score
 from rolepool.metrics.spans import Recorded
-from rolepool.report import compare as comparison
-from rolepool.report.comparison_page import TEMPLATES, render_comparison
+from rolepool.report.comparison_page import TEMPLATES
 from rolepool.report.findings import duration
+from rolepool.report.page_process import LIMIT_S, REPORT_BYTES, make_page
 from rolepool.report.run import (
     TIMING,
     Run,
@@ -38,7 +40,6 @@ from rolepool.report.run import (
     state_of,
     value_at,
 )
-from rolepool.report.views import render
 
 READ_FILES = {"config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "plan.json", "state.json"}
 SHOWN_METRICS = ("critic/score/mean", "training/num_steps", f"{TIMING}step", f"{TIMING}testing")
@@ -48,9 +49,9 @@ SPAN_BYTES = 2**16
 """How much of the beginning and of the end of spans.jsonl the list reads."""
 MAX_FOLDERS = 5_000
 """Folders that are searched for runs."""
-REPORT_BYTES = 2**25
-"""How much of the end of spans and samples a report reads."""
 MAX_COMPARED = 8
+MAX_PROCESSES = 4
+"""Reports and comparisons that are made at the same time."""
 SILENT_S = 60.0
 """A run on another machine that has written nothing for this time, and for five steps, may have ended."""
 
@@ -175,16 +176,11 @@ def list_page(server: "Server", query: dict[str, list[str]]) -> str:
 
 def report_page(server: "Server", query: dict[str, list[str]]) -> str:
     name, folder = next(iter(server.chosen(query).items()))
-    with server.busy:
-        return _with_bar(render(read_run(folder, REPORT_BYTES)), row=describe(name, folder))
+    return _with_bar(server.make("report", [folder]), row=describe(name, folder))
 
 
 def comparison_page(server: "Server", query: dict[str, list[str]]) -> str:
-    with server.busy:
-        runs = comparison.read_runs([*server.chosen(query).values()])
-        if len(runs) < 2:
-            raise ConfigError(f"{', '.join(runs)}: choose at least two runs")
-        return _with_bar(render_comparison(runs, comparison.compare(runs)))
+    return _with_bar(server.make("compare", [*server.chosen(query).values()]))
 
 
 def _with_bar(page: str, **values: Any) -> str:
@@ -207,8 +203,11 @@ class Server(ThreadingHTTPServer):
         if not self.root.is_dir():
             raise ConfigError(f"{folder}: is not a folder; give the folder that holds your runs")
         self.token = secrets.token_urlsafe()
-        self.busy = threading.Lock()
-        """Held while a report or a comparison is made, so that only one is made at a time."""
+        self.limit_s: float = LIMIT_S
+        """How long a report or a comparison may take."""
+        self._places = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._making: dict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
+        """Held while the page of a kind about these folders is made: one folder that takes long has only one place."""
         self.hosts = re.compile(rf"(localhost|{re.escape(host)}|{re.escape(os.uname().nodename)}|[\d.]+)(:\d+)?", re.I)
         """Addresses, and names of this machine. Any other name in a Host header could be that of a site that sends its
         visitors' browsers here (DNS rebinding)."""
@@ -222,6 +221,11 @@ class Server(ThreadingHTTPServer):
         if not names or len(names) > MAX_COMPARED or not runs.keys() >= set(names):
             raise ConfigError(f"{', '.join(names)}: choose 1 to {MAX_COMPARED} runs that are in {self.root}")
         return {name: runs[name] for name in names}
+
+    def make(self, kind: str, folders: Sequence[Path]) -> str:
+        """The page of a kind about run folders, made in another process."""
+        with self._making[kind, *map(str, folders)], self._places:
+            return make_page(kind, folders, self.limit_s)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -188,7 +188,7 @@ class ToolLoop:
         """The names and outcomes of the tool calls in a text, one after another."""
         try:
             calls = list(self._parse(text))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return [("", Outcome(error=f"the tool call cannot be read: {one_line(error)}"))]
         unknown = Outcome(error=f"there is no such tool; the tools are {', '.join(self._tools)}")
         return [

@@ -185,7 +185,8 @@ def export_run(run: Path, step: int | None, out_dir: Path, role: str = "actor") 
     key = f"{ROLE_SPECS[Role(role)].model}.path"
     model = str(config.at(key))
     with explained(f"{key}={model}: not found", "run the export on a machine that has it"):
-        model_config = str(cached_file(model, "config.json"))  # in a local folder, or in the local copy of a hub model
+        # In a local folder, or in the local copy of a hub model. Nothing is downloaded that a run folder names.
+        model_config = str(cached_file(model, "config.json", local_files_only=True))
     tokenizer_folder = model_folder(config.actor_rollout_ref.model.tokenizer)
     with explained(f"{out_dir}: cannot be written", "name another folder", SafetensorError):
         model_files.export_hf(saved / role, Path(model_config).parent, out_dir, tokenizer_dir=tokenizer_folder)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rolepool.config import Config, LoadedConfig, load_config
 from rolepool.config.fitting import num_cores
-from rolepool.errors import ConfigError, PlacementError, RolepoolError, logger, one_line
+from rolepool.errors import ConfigError, PlacementError, RolepoolError, explained, logger, one_line
 from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
@@ -28,6 +28,7 @@ from rolepool.placement.plan import detect_gpu_memory
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
 from rolepool.planner.profile import NUM_WARM_STEPS, Profile, Recording
 from rolepool.planner.search import places, search
+from rolepool.reading import read_small
 from rolepool.report.predicted import identity_of, read_recordings, recordings_of, without_placement
 from rolepool.report.run import open_run, read_run, state_of
 from rolepool.trainer.paper import schedule_of
@@ -115,8 +116,8 @@ class Move:
 
 def take_request(run_folder: Path) -> Request | None:
     """A request that was not answered yet."""
-    with suppress(OSError, ValidationError):
-        request = Request.model_validate_json(request_file(run_folder).read_bytes())
+    with suppress(OSError, ValueError):
+        request = Request.model_validate_json(read_small(request_file(run_folder)))
         return request if request.answer is None else None
     return None
 
@@ -154,7 +155,8 @@ def ask_run(
         start_s = time.monotonic()
         last_state, next_line_s = "", 0.0
         while (waited_s := time.monotonic() - start_s) < timeout_s:
-            request = Request.model_validate_json(file.read_bytes())
+            with explained(f"{file}: cannot be read", "ask again", ValueError):
+                request = Request.model_validate_json(read_small(file))
             if request.is_refused:
                 raise ConfigError(f"move: {request.answer}")
             if request.answer is not None:

@@ -1,0 +1,89 @@
+"""A report or a comparison, made in a process of its own, with limits on its time and memory.
+
+A run folder can come from anywhere, and some are made to keep their reader busy for hours. `rolepool serve` stays
+usable because it waits for such a process only for a limited time, and then ends it. The page goes to standard output;
+problems of the user go to standard error, one in each line.
+"""
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolepool.errors import ConfigError, RolepoolError
+
+LIMIT_S = 120
+"""How long a page may take. The reports of the longest runs that were tried take some seconds."""
+MEMORY_BYTES = 2**33
+"""The address space of the process. Libraries take a part of it that they do not use."""
+REPORT_BYTES = 2**25
+"""How much of the end of spans and samples a report reads."""
+USER_ERROR = 2
+
+
+class PageError(Exception):
+    """A page could not be made because of a mistake in rolepool. A note has the traceback."""
+
+
+def make_page(kind: str, folders: Sequence[Path], limit_s: float = LIMIT_S) -> str:
+    """The page of a kind, `report` or `compare`, about these run folders. Raises ConfigError if there is none."""
+    # -P: do not look for modules in the current folder, which may be one of the run folders.
+    command = [sys.executable, "-P", "-m", "rolepool.report.page_process", kind, *map(str, folders)]
+    try:
+        made = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        made = None
+    if made is None or made.returncode == -signal.SIGALRM:
+        names = ", ".join(folder.name for folder in folders)
+        what = f"{names}: the page was not ready after {limit_s:g} s, so it was stopped"
+        raise ConfigError(f"{what}; write the page with `rolepool report` or `rolepool compare`, which have no limit")
+    said = made.stderr.decode(errors="replace").strip()
+    if made.returncode == USER_ERROR:
+        raise ConfigError(said.splitlines())
+    if made.returncode:
+        error = PageError(said.splitlines()[-1] if said else f"the process ended with code {made.returncode}")
+        error.add_note(said)
+        raise error
+    return made.stdout.decode(errors="replace")
+
+
+def main(kind: str, *folders: str) -> int:
+    """Make the page and write it to standard output. Return the exit code."""
+    signal.alarm(LIMIT_S)  # also if the server was killed, so that nobody waits for this process
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+    from rolepool.config.functions import only_reading
+
+    try:
+        with only_reading():
+            page = _page(kind, folders)
+    except RolepoolError as error:
+        sys.stderr.write("\n".join(error.problems))
+        return USER_ERROR
+    except MemoryError:
+        sys.stderr.write(f"{', '.join(folders)}: has more in it than fits in {MEMORY_BYTES // 2**30} GiB of memory")
+        return USER_ERROR
+    sys.stdout.buffer.write(page.encode(errors="replace"))
+    return 0
+
+
+def _page(kind: str, folders: Sequence[str]) -> str:
+    if kind == "report":
+        from rolepool.report.run import read_run
+        from rolepool.report.views import render
+
+        return render(read_run(folders[0], REPORT_BYTES))
+
+    from rolepool.report.compare import compare, read_runs
+    from rolepool.report.comparison_page import render_comparison
+
+    runs = read_runs(folders)
+    if len(runs) < 2:
+        raise ConfigError(f"{', '.join(runs)}: choose at least two runs")
+    return render_comparison(runs, compare(runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
