@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rolepool.metrics.run_folder import validation_score
+from rolepool.reading import open_regular
 from rolepool.report.run import Run
 
 MAX_STEPS = 12
@@ -60,7 +61,7 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
 
 def _first_lines(path: Path) -> Iterator[bytes]:
     """The lines at the beginning of a file, without one that its end or the limit cuts."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         text = file.read(MAX_FILE_BYTES)
     for line in text.splitlines(keepends=True):
         if line.endswith(b"\n"):

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs
 from rolepool.errors import ConfigError, RolepoolError, one_line
 from rolepool.metrics.run_folder import last_lines, validation_score
 from rolepool.metrics.spans import Recorded
+from rolepool.reading import open_regular
 from rolepool.report.comparison_page import TEMPLATES
 from rolepool.report.findings import duration
 from rolepool.report.page_process import LIMIT_S, REPORT_BYTES, make_page
@@ -99,7 +100,7 @@ def sample_run(folder: Path, signature: tuple[tuple[str, int, int], ...]) -> Run
 
 def outer_lines(path: Path) -> Iterator[bytes]:
     """The first line of a file, and the lines at its end, without one that is being written."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(SPAN_BYTES)
     for line in (first, *last_lines(path, SPAN_BYTES)):
         if line.endswith(b"\n"):
