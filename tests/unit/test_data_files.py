@@ -65,7 +65,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     ("row", "keys", "expected"),
     [
         ({"prompt": "a", "answer": "7"}, [], "there is no built-in reward for data_source 'x'; set reward.functions"),
-        ({"prompt": "a", "answer": "7"}, ["reward.functions=math"], "has no reward_model.ground_truth, which a rule"),
+        ({"prompt": "a", "answer": "7"}, ["reward.functions=math"], "there is no ground truth, and the rule math"),
         ({"prompt": "a", "answer": "7"}, ["reward.functions=math", "data.answer_key=answer"], None),
         ({"prompt": "a"}, ["reward.functions=math", "data.answer_key=answer"], "data.answer_key=answer: there is no"),
         ({"prompt": 7}, ["reward.functions=math"], "prompt=7: Input should be a valid list; a prompt is a string"),

@@ -285,8 +285,8 @@ def test_leaving_out_every_prompt_is_an_error(tmp_path: Path, tokenizer: PreTrai
         (row(data_source=...), "there is no built-in reward for data_source 'x'; set reward.functions to a rule"),
         (row(data_source=3), "data_source=3: Input should be a valid string; it names the dataset"),
         (row(data_source=""), "data_source=: String should have at least 1 character"),
-        (row(reward_model=...), "has no reward_model.ground_truth"),
-        (row(reward_model={"style": "rule"}), "has no reward_model.ground_truth"),
+        (row(reward_model=...), "there is no ground truth, and the rule exact_match compares it with"),
+        (row(reward_model={"style": "rule"}), "there is no ground truth, and the rule exact_match compares it with"),
         (row(reward_model="rule"), "reward_model=rule: Input should be a valid dictionary"),
         (row(extra_info=[1]), "extra_info=[1]: Input should be a valid dictionary"),
         (row(prompt="   "), "prompt has no tokens"),
@@ -447,7 +447,8 @@ def test_the_answer_key_replaces_the_ground_truth_and_must_exist(
     ]
     lines = problem(lambda: prompts_of(tokenizer, file, answer_key="final")).splitlines()
     assert lines[0].startswith(
-        f"{file}, line 2: has no final, which a rule compares with the response (columns: prompt"
+        f"{file}, line 2: final is null, and the rule exact_match compares it with the response; "
+        "write an answer, or remove such rows (columns: prompt"
     )
     assert lines[1].startswith(f"{file}, line 3: data.answer_key=final: there is no such column (columns: prompt, data")
     two = prompts_of(tokenizer, file, answer_key="final", max_samples=2, needs_ground_truth=False)
@@ -555,7 +556,7 @@ def test_the_config_says_which_rows_of_which_files(tmp_path: Path, tokenizer: Pr
 
 def test_a_data_source_without_a_rule_is_found_at_the_start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", row(data_source="lighteval/MATH", reward_model=...))
-    with pytest.raises(DataError, match=r"has no reward_model\.ground_truth"):
+    with pytest.raises(DataError, match="there is no ground truth, and the rule math compares it"):
         PromptSet("train", load_config(overrides=[f"data.train_files={file}"]).config, tokenizer)
     file = write_jsonl(tmp_path / "y.jsonl", row(data_source="hiyouga/geometry3k"))
     with pytest.raises(DataError, match="there is no built-in reward for data_source 'hiyouga/geometry3k'"):

@@ -23,7 +23,8 @@ from rolepool.config import Config, show
 from rolepool.config.base import lines_of
 from rolepool.config.sources import is_demo_to_make
 from rolepool.data.reward_functions import PYTHON_FUNCTION, functions_of
-from rolepool.data.rules import rules_for
+from rolepool.data.reward_needs import TRUTH, Need, likely_answer, missing, needs_of
+from rolepool.data.rules import RULES_WITHOUT_TRUTH, rules_for
 from rolepool.errors import ConfigError, DataError, explained
 
 Row = dict[str, Any]
@@ -91,7 +92,7 @@ def _file(path: str, key: str, config: Config) -> Iterator[str]:
         missing = lines_of(*(_column(place, row, key, config) for key in COLUMN_KEYS))
         yield from missing
         if not missing:
-            check_row(place, row, rows.source, config)
+            check_row(place, row, rows.source, config, needs_of(config))
 
 
 def _column(place: str, row: Row, key: str, config: Config) -> Iterator[str]:
@@ -140,13 +141,14 @@ def missing_column(place: str, row: Row, key: str, config: Config) -> BadRow | N
     return BadRow(f"{place}: {key}={name}: there is no such column (columns: {', '.join(row)})", key)
 
 
-def check_row(place: str, row: Row, source: str, config: Config) -> None:
-    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its default data source."""
+def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence[Need]) -> None:
+    """Raise BadRow if this row cannot be used. `place` is its place in the files, `source` its default data source, and
+    `needs` what functions of the user need."""
     for key in COLUMN_KEYS:
         problem = missing_column(place, row, key, config)
         if problem is not None:
             raise problem
-    prompt_key, answer_key = config.data.prompt_key, config.data.answer_key
+    prompt_key = config.data.prompt_key
     columns = f"(columns: {', '.join(row)})"
     try:
         _Row.model_validate({**row, "prompt": row.get(prompt_key)})
@@ -162,20 +164,46 @@ def check_row(place: str, row: Row, source: str, config: Config) -> None:
         reason = f"has {media[0]}, and only texts can be read; remove the column, or use other rows"
         raise BadRow(f"{place}: {reason} {columns}", "media")
     used = used_columns(row, source, config)
-    truth = used["reward_model"].get("ground_truth")
     try:
         rules = rules_for(config, used["data_source"])
     except DataError as error:
         raise BadRow(f"{place}: {error}", "data_source") from None
-    for rule in rules:
+    truth = used["reward_model"].get(TRUTH)
+    for name, rule in rules.items():
+        if name in RULES_WITHOUT_TRUTH:
+            continue
         if truth is None:
-            reason = f"has no {answer_key or 'reward_model.ground_truth'}, which a rule compares with the response"
-            fix = "" if answer_key else "; set data.answer_key to the column with the answers"
-            raise BadRow(f"{place}: {reason}{fix} {columns}", "ground_truth")
+            raise _without_truth(place, row, config, f"the rule {name} compares it with the response")
         try:
             rule("", truth)
         except DataError as error:
-            raise BadRow(f"{place}: {error}", rule.__name__) from None
+            raise BadRow(f"{place}: {error}", name) from None
+    for need in needs:
+        lack = missing(need, used)
+        if lack is None:
+            continue
+        column, reason = lack
+        if column == TRUTH:
+            other_fix = f", or write {TRUTH}=None in the parameters of {need.function} if it can do without"
+            raise _without_truth(place, row, config, reason, other_fix)
+        fix = f"name the column like that, or give the parameter a default {columns}"
+        raise BadRow(f"{place}: there is no column {column}, and {reason}; {fix}", f"column {column}")
+
+
+def _without_truth(place: str, row: Row, config: Config, reason: str, other_fix: str = "") -> BadRow:
+    """The problem of a row that has no ground truth, and what to do about it."""
+    answer_key = config.data.answer_key
+    has_own = TRUTH in (row.get("reward_model") or {})
+    if answer_key is not None or has_own:
+        name = f"reward_model.{TRUTH}" if answer_key is None else answer_key
+        problem = f"{place}: {name} is null, and {reason}; write an answer, or remove such rows{other_fix}"
+    else:
+        likely = likely_answer(row, config.data.prompt_key)
+        fix = (
+            "set data.answer_key to the column with the answers" if likely is None else f"set data.answer_key={likely}"
+        )
+        problem = f"{place}: there is no ground truth, and {reason}; {fix}{other_fix}"
+    return BadRow(f"{problem} (columns: {', '.join(row)})", TRUTH)
 
 
 def _is_media(name: str, value: Any) -> bool:

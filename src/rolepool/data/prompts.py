@@ -16,7 +16,7 @@ Does not know how many responses are sampled for a prompt, or on which ranks.
 import hashlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rolepool.config import Config, show
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
+from rolepool.data.reward_needs import needs_of
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, logger, one_line
 from rolepool.protocol import DataProto
@@ -63,9 +64,17 @@ class PromptSet:
     Prompts that are skipped because they are too long have no number.
     """
 
-    def __init__(self, split: Literal["train", "val"], config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        split: Literal["train", "val"],
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Callable[..., Any] | None = None,
+    ) -> None:
+        """`reward` is the reward function that a Python program has given."""
         self.key = f"data.{split}_files"
         self._config, self._data, self._tokenizer = config, config.data, tokenizer
+        self._needs = needs_of(config, reward)
         self._template_options = template_options(config)
         self._files = [open_rows(path, self.key) for path in config.at(self.key)]
         self._ends = list(accumulate(file.num_rows for file in self._files))
@@ -150,7 +159,7 @@ class PromptSet:
         file, number = self._files[index], row_number - self._ends[index] + self._files[index].num_rows
         origin, row = file.read(number)
         if check:
-            check_row(origin, row, file.source, self._config)
+            check_row(origin, row, file.source, self._config, self._needs)
         return {**used_columns(row, file.source, self._config), "origin": origin}
 
     def _with_text(self, row: Row) -> Row:

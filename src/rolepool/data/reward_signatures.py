@@ -5,7 +5,7 @@ a function that cannot be called like that. Does not know processes or scores.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -44,8 +44,13 @@ OWN_LISTS = {Style.COMPLETIONS: ("prompts", "completions"), Style.SOLUTION_STRS:
 
 
 def style_of(function: Callable[..., Any]) -> Style:
-    """How this function wants to be called. It takes whole batches if one of its parameters has a name of a list."""
-    names = _parameters(function)
+    """How this function wants to be called."""
+    return style_of_names(_parameters(function))
+
+
+def style_of_names(names: Collection[str]) -> Style:
+    """How a function with these parameters wants to be called. It takes whole batches if one of them has a name of a
+    list."""
     if "completions" in names or "prompts" in names:
         return Style.COMPLETIONS
     if "solution_strs" in names:

@@ -167,6 +167,8 @@ def _verified(answer: str, wanted: str) -> bool:
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
 RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
+RULES_WITHOUT_TRUTH = ("format",)
+"""The rules that look only at the response."""
 
 
 def rule_for(data_source: str) -> Rule:
@@ -180,10 +182,13 @@ def rule_for(data_source: str) -> Rule:
     return rule
 
 
-def rules_for(config: Config, data_source: str) -> list[Rule]:
-    """The rules that score rows of this data source; none if only a model, an environment or the user's code does."""
+def rules_for(config: Config, data_source: str) -> dict[str, Rule]:
+    """The rules that score rows of this data source, by name; none if only a model, an environment or the user's code
+    does."""
     if config.reward_model.enable or config.custom_reward_function.path is not None or config.environment.name:
-        return []
+        return {}
     if config.reward.functions:
-        return [RULES[entry.function] for entry in config.reward.functions if entry.function in RULES]
-    return [rule_for(data_source)]
+        names = [entry.function for entry in config.reward.functions]
+        return {name: RULES[name] for name in names if name in RULES}
+    rule = rule_for(data_source)
+    return {name: other for name, other in RULES.items() if other is rule}

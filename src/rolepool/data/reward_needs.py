@@ -1,0 +1,139 @@
+"""What the reward needs of each row: a ground truth, and columns that a function for batches names.
+
+Owns how that is seen in the text of a user's function, which does not run here, and what is said about a row that does
+not have it. What a rule needs is in `rules`.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rolepool.config import Config
+from rolepool.data.reward_signatures import OWN_LISTS, Style, style_of_names
+from rolepool.data.rules import RULES
+
+TRUTH = "ground_truth"
+ANSWER_NAMES = (
+    "answer",
+    "answers",
+    "ground_truth",
+    "final_answer",
+    "correct_answer",
+    "expected_answer",
+    "solution",
+    "solutions",
+    "target",
+    "targets",
+    "label",
+    "labels",
+    "gold",
+    "expected",
+    "reference",
+    "output",
+    "response",
+    "completion",
+)
+"""Names that columns with answers often have, the most usual ones first."""
+
+
+class Need(NamedTuple):
+    """What one function of the user needs."""
+
+    function: str
+    truth: bool
+    """Whether it uses the ground truth, and its parameter for that has no default."""
+    columns: tuple[str, ...] = ()
+    """The columns that it has parameters for."""
+
+
+def needs_of(config: Config, given: Callable[..., Any] | None = None) -> list[Need]:
+    """What the user's functions need, if they score. `given` is a function of a Python program. A function whose text
+    cannot be read needs nothing."""
+    custom, entries = config.custom_reward_function, config.reward.functions
+    if config.reward_model.enable or config.environment.name is not None:
+        return []
+    if given is not None:
+        with suppress(OSError, TypeError, SyntaxError):  # there is no text, as for a function of a C library
+            text = textwrap.dedent(inspect.getsource(given))
+            return _needs(text, given.__name__, config, custom.reward_kwargs)
+        return []
+    if custom.path is not None:
+        return _needs(_text_of(custom.path), custom.name, config, custom.reward_kwargs)
+    needs: list[Need] = []
+    for entry in entries:
+        path, _, name = entry.function.rpartition(":")
+        if entry.function not in RULES:
+            needs += _needs(_text_of(path), name, config, {})
+    return needs
+
+
+def missing(need: Need, used: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What a row lacks of what a function needs, as the name of the column and the reason; None if it lacks nothing.
+    `used` has the columns that training uses."""
+    if need.truth and used["reward_model"].get(TRUTH) is None:
+        return TRUTH, f"{need.function} needs it"
+    for name in need.columns:
+        if name not in used["extra_info"]:
+            return name, f"{need.function} has a parameter with this name"
+    return None
+
+
+def likely_answer(row: Mapping[str, Any], prompt_key: str) -> str | None:
+    """The name of the column that looks like the answer."""
+    plain_names = {re.sub(r"[\W_]+", "_", name.lower()): name for name in row if name != prompt_key}
+    for name in ANSWER_NAMES:
+        if name in plain_names:
+            return plain_names[name]
+    for plain_name, name in plain_names.items():
+        if re.search("answer|solution|truth", plain_name):
+            return name
+    return None
+
+
+def _text_of(path: str) -> str:
+    """The text of a file; "" if it cannot be read, which is reported when the file is looked for."""
+    with suppress(OSError, ValueError):
+        return Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _needs(text: str, name: str, config: Config, kwargs: Mapping[str, Any]) -> list[Need]:
+    """What the function of this name needs, if the text defines it."""
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return []
+    for statement in reversed(statements):  # the last definition is the one that counts
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name:
+            return [_need_of(statement, config, kwargs)]
+    return []
+
+
+def _need_of(function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, kwargs: Mapping[str, Any]) -> Need:
+    named = function.args
+    names = [argument.arg for argument in (*named.posonlyargs, *named.args, *named.kwonlyargs)]
+    required = [name for name in _required(named) if name not in kwargs]
+    style = style_of_names(names)
+    truth_names = {TRUTH, f"{TRUTH}s", config.data.answer_key}
+    used_names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    truth = any(name in truth_names and name in used_names for name in required)
+    columns: tuple[str, ...] = ()
+    if style is Style.COMPLETIONS:
+        known = {*OWN_LISTS[style], *truth_names, "data_source"}
+        columns = tuple(name for name in required if name not in known)
+    return Need(function.name, truth, columns)
+
+
+def _required(arguments: ast.arguments) -> list[str]:
+    """The names of the arguments without a default."""
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    required = positional[: len(positional) - len(arguments.defaults)]
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is None:
+            required.append(argument.arg)
+    return required
