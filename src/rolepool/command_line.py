@@ -72,8 +72,45 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--config-path", metavar="FOLDER", help="folder of --config-name; default: this folder")
             self.add_argument("--config-name", metavar="NAME", help="a YAML file to load first, such as ppo_trainer")
 
+    def parse_intermixed_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """The same as that of argparse, but options of other trainers are answered with the keys to write."""
+        options, unknown = self.parse_known_intermixed_args(args)
+        names = [word for word in unknown if word.startswith("-")] or unknown
+        hints = {name: what_to_write(name, args) for name in names}
+        problems = [f"{self.prog}: {show_option(name)}: {hint}" for name, hint in hints.items() if hint is not None]
+        unrecognized = [name for name, hint in hints.items() if hint is None]
+        if unrecognized:
+            what = f"unrecognized arguments: {' '.join(unrecognized)}"
+            problems.append(f"{self.prog}: {what}; see `{self.prog} --help`")
+        ConfigError.raise_if_any(problems)
+        return options
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
+
+
+def show_option(word: str) -> str:
+    """The name of an option without its value, which may be a secret."""
+    return word.partition("=")[0]
+
+
+def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
+    """The override in place of an option that does not exist, such as `--pretrain`; None if no key is known for it."""
+    from rolepool.config.other_names import Hint, hint_for_option
+    from rolepool.config.schema import all_keys
+
+    name, equals, value = word.lstrip("-").partition("=")
+    hint = Hint(name, "") if name in all_keys() else hint_for_option(name)
+    if hint is None or not word.startswith("--"):
+        return None
+    if hint.remark:  # the value may have another meaning
+        return f"is not an option; write {hint.key}=...{hint.remark}"
+    if not equals:
+        value = "".join(list(arguments)[list(arguments).index(word) + 1 :][:1])
+    is_switch = all_keys()[hint.key].type_text == "true or false"
+    if not value or value.startswith("-") or (is_switch and value not in ("true", "false")):
+        value = "true" if is_switch else "..."
+    return f"is not an option; write {hint.key}={value}"
 
 
 def is_input(word: str) -> bool:

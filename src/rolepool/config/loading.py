@@ -33,6 +33,7 @@ from rolepool.config.functions import (
     OTHER_ENGINES,
     import_extensions,
 )
+from rolepool.config.other_names import Hint, hint_for_key
 from rolepool.config.schema import Config, all_keys, all_sections, contradictions
 from rolepool.config.sources import load_file
 from rolepool.errors import ConfigError, collected, explained, first_few, one_line
@@ -304,18 +305,42 @@ def unknown_key(path: str) -> str:
     if path in all_sections():
         examples = ", ".join([key for key in all_keys() if key.startswith(f"{path}.")][:2])
         return f"is a section; set one of its keys, such as {examples}"
-    meant = keys_meant_by(path)
-    return f"unknown key; did you mean {meant[0]}?" if meant else "unknown key; `rolepool config` lists all keys"
+    meant = _meant_by(path)
+    if not meant:
+        return "unknown key; `rolepool config` lists all keys"
+    return f"unknown key; did you mean {meant[0].key}{meant[0].remark}?"
 
 
 def keys_meant_by(path: str) -> list[str]:
     """The keys that the user may mean by a name that does not exist, the most likely one first."""
+    return [hint.key for hint in _meant_by(path)]
+
+
+def _meant_by(path: str) -> list[Hint]:
     keys, leaf = list(all_keys()), path.rpartition(".")[2]
+    named = hint_for_key(path)
+    if named is not None:
+        return [named]
     without_first_sections = [key for key in keys if key.endswith(f".{path}")]
     similar = difflib.get_close_matches(path, keys, n=1, cutoff=MIN_SIMILARITY)
     in_other_sections = [key for key in keys if "_" in leaf and key.endswith(f".{leaf}")]
     only_one = in_other_sections if len(in_other_sections) == 1 else []
-    return without_first_sections or similar or only_one
+    likely = without_first_sections or similar
+    return [Hint(key, "") for key in likely] or _meant_by_end_of(path) or [Hint(key, "") for key in only_one]
+
+
+def _meant_by_end_of(path: str) -> list[Hint]:
+    """The key for the end of a dotted name that begins with a section: `trainer.max_steps` is `max_steps`. A key of the
+    same section is preferred: `critic.learning_rate` is `critic.optim.lr`, and not that of the actor."""
+    words = path.split(".")
+    for first in range(1, len(words)):
+        hint, section = hint_for_key(".".join(words[first:])), ".".join(words[:first])
+        if hint is not None and section in all_sections():
+            leaf = hint.key.rpartition(".")[2]
+            in_section = [key for key in all_keys() if key.startswith(f"{section}.") and key.endswith(f".{leaf}")]
+            is_of_section = not in_section or hint.key in in_section
+            return [hint] if is_of_section else [Hint(key, "") for key in in_section]
+    return []
 
 
 # Text with references in it
