@@ -12,9 +12,12 @@ import pytest
 from rolepool.data import rules
 from rolepool.data.rules import (
     RULES,
+    answer_tag,
     exact_match,
     gsm8k,
     gsm8k_flexible,
+    last_box,
+    last_number,
     math_boxed,
     math_dapo,
     position_match,
@@ -288,6 +291,119 @@ def test_math_dapo_gives_one_or_minus_one(response: str, score: float) -> None:
     found = math_dapo(response, "34")
     assert (found["score"], found["acc"]) == (score, float(score == 1))
     assert (found["pred"] == "34") == (score == 1)
+
+
+# Answers of chat models
+
+
+def score(found: Any) -> float:
+    return found["score"] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("72", "72", 1),
+        ("First 5, then 67, so the answer is 72.", "72", 1),
+        ("The answer is **72**!", "72", 1),
+        ("So \\boxed{72}.", "72", 1),
+        ("It costs $1,072.50 in total.", "1072.5", 1),
+        ("1{,}072", "1,072", 1),
+        ("72.0", 72, 1),
+        ("-5", "-5", 1),
+        ("\N{MINUS SIGN}5", "-5", 1),
+        ("$-5$", "-5", 1),
+        ("10-5", "5", 1),
+        ("x2", "2", 0),
+        ("0.5", ".5", 1),
+        (".5", "0.5", 1),
+        ("1, 2", "2", 1),
+        ("12,34", "34", 1),
+        ("50%", "50", 1),
+        ("72 and no other number than 3", "72", 0),
+        ("seventy-two", "72", 0),
+        ("", "72", 0),
+        ("So 70 + 2 = 72", "We add: 70 + 2.\n#### 72", 1),
+    ],
+)
+def test_last_number_compares_the_value_of_the_last_number(response: str, truth: Any, expected: float) -> None:
+    assert score(last_number(response, truth)) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        ("72", "72", 1),
+        ("72.0", 72, 1),
+        ("1,072", "1072", 1),
+        ("Paris", "Paris", 1),
+        (" new  york ", "New York", 1),
+        ("B", ["A", "b"], 1),
+        ("C", ["A", "b"], 0),
+        ("\\text{Paris}", "Paris", 1),
+        ("\\dfrac{1}{2}", "\\frac12", 1),
+        ("72", "so it is 72.\n#### 72", 1),
+        ("72", "We add: $\\boxed{72}$.", 1),
+        ("71", "72", 0),
+        ("", "72", 0),
+    ],
+)
+def test_boxes_and_tags_hold_a_text_or_a_number(answer: str, truth: Any, expected: float) -> None:
+    assert score(last_box(f"<answer>1</answer> \\boxed{{2}}, no, \\boxed{{{answer}}}", truth)) == expected
+    assert score(answer_tag(f"\\boxed{{1}} <answer>2</answer>\n<answer>\n{answer}\n</answer>.", truth)) == expected
+    assert score(answer_tag(f"<answer>It is $\\boxed{{{answer}}}$.</answer>", truth)) == expected
+    assert score(last_box(answer, truth)) == score(answer_tag(answer, truth)) == 0
+
+
+def test_the_answer_can_be_used_for_majority_votes() -> None:
+    assert last_number("a 3 b 4", "4") == {"score": 1, "pred": "4"}
+    assert last_box("\\boxed{ B }", "b") == {"score": 1, "pred": "B"}
+    assert answer_tag("<answer> B", "b") == {"score": 0, "pred": ""}
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("<think>\na\n</think>\n\n<answer>\nb\n</answer>\n", 1),
+        ("a</think><answer>b</answer>", 1),
+        ("<think></think><answer>b</answer>", 1),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think>", 0),
+        ("<answer>b</answer>", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("The template has written the first tag. a</think><answer>b</answer>", 1),
+        ("Well: <think>a</think><answer>b</answer>", 0),
+        ("<think>a</think>So <answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer> I hope that helps", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a<think>b</think><answer>c</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_the_format_is_thoughts_and_then_an_answer(response: str, expected: float) -> None:
+    assert RULES["format"](response, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "truth"), [("last_number", "seven"), ("boxed", " "), ("answer_tag", []), ("boxed", {})]
+)
+def test_a_ground_truth_that_no_answer_can_have_is_an_error(rule: str, truth: Any) -> None:
+    with pytest.raises(DataError, match=f"the rule {rule} needs"):
+        RULES[rule]("", truth)
+
+
+@pytest.mark.parametrize("rule", ["last_number", "boxed", "answer_tag", "format"])
+def test_a_long_response_takes_no_long_time(rule: str) -> None:
+    start_s = time.monotonic()
+    many = ("1", "1,", ",111", "\\boxed{", "<answer>", "</answer>", "<think>", "</think>", "</think> <answer>")
+    for response in (
+        *(text * 20_000 for text in many),
+        f"<answer>{'1' * 50_000}</answer>",
+        f"\\boxed{{{'x' * 50_000}}}",
+    ):
+        assert score(RULES[rule](response, "7")) == 0
+    assert time.monotonic() - start_s < 5
 
 
 # The data source

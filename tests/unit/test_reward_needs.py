@@ -139,3 +139,11 @@ def test_a_function_of_a_python_program_is_looked_at_too(tmp_path: Path, model: 
 def test_a_model_or_an_environment_that_scores_needs_no_ground_truth(tmp_path: Path) -> None:
     keys = data_keys(tmp_path, [{"question": "a"}], "reward_model.enable=true", "reward_model.model.path=m")
     assert find_problems(load_config(overrides=keys).config) == []
+
+
+def test_the_format_needs_no_ground_truth(tmp_path: Path) -> None:
+    keys = data_keys(tmp_path, [{"question": "a"}], "reward.functions=format")
+    assert find_problems(load_config(overrides=keys).config) == []
+    assert "the rule boxed compares it with" in first_problem(
+        tmp_path, {"question": "a"}, "reward.functions=[format,boxed]"
+    )

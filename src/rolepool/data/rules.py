@@ -163,10 +163,84 @@ def _verified(answer: str, wanted: str) -> bool:
     return bool(package.verify(gold, given, timeout_seconds=None))
 
 
+# --- answers of chat models ---------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+")
+_FORMAT_TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+    """1 if the last number in the response has the value of the ground truth. `pred` is the number.
+
+    The ground truth may also be a solution that ends with `#### 72`.
+    """
+    wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
+    if wanted is None:
+        raise DataError(f"the ground truth is {ground_truth!r}; the rule last_number needs a number")
+    found = _NUMBER.findall(solution_str.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
+    answer = found[-1] if found else ""
+    return _graded(answer, _as_decimal(answer) == wanted)
+
+
+def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+    """1 if the last boxed answer is the ground truth, as a text or as a number. `pred` is the answer.
+
+    The ground truth may also be a solution with a boxed answer or with `#### 72`, or a list of accepted answers.
+    """
+    accepted = _accepted(ground_truth, "boxed")
+    answer = boxed_answer(solution_str) or ""
+    return _graded(answer, any(_is_same(answer, wanted) for wanted in accepted))
+
+
+def answer_tag(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+    """The same for the text between the last `<answer>` and `</answer>`, which may be boxed."""
+    accepted = _accepted(ground_truth, "answer_tag")
+    end = solution_str.rfind("</answer>")
+    start = solution_str.rfind("<answer>", 0, max(end, 0))
+    text = solution_str[start + len("<answer>") : end] if start >= 0 else ""
+    answer = boxed_answer(text) or text
+    return _graded(answer, any(_is_same(answer, wanted) for wanted in accepted))
+
+
+def think_format(solution_str: str, ground_truth: Any = None) -> float:
+    """1 if the response is `<think>...</think>` and then `<answer>...</answer>` with some text, each once, and nothing
+    else. The first tag may be missing, because some chat templates write it before the response."""
+    thoughts, end_of_thoughts, rest = solution_str.strip().removeprefix("<think>").partition("</think>")
+    tagged = rest.strip()
+    if not end_of_thoughts or not (tagged.startswith("<answer>") and tagged.endswith("</answer>")):
+        return 0.0
+    answer = tagged.removeprefix("<answer>").removesuffix("</answer>")
+    has_other_tags = _FORMAT_TAG.search(thoughts + answer) is not None
+    return float(bool(answer.strip()) and not has_other_tags)
+
+
+def _graded(answer: str, is_right: bool) -> dict[str, float | str]:
+    return {"score": float(is_right), "pred": answer.strip()}
+
+
+def _accepted(ground_truth: Any, rule: str) -> list[str]:
+    """The accepted answers. Raises DataError if there is none."""
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [boxed_answer(str(truth)) or strict_answer(str(truth)) or str(truth) for truth in truths]
+    if not texts or not all(text.strip() for text in texts) or any(isinstance(truth, dict) for truth in truths):
+        raise DataError(f"the ground truth is {ground_truth!r}; the rule {rule} needs text or a number")
+    return texts
+
+
+def _is_same(answer: str, wanted: str) -> bool:
+    """Whether two answers are equal as numbers or as texts. Case, white space and spellings in LaTeX do not matter."""
+    number = _as_decimal(answer)
+    if number is not None and number == _as_decimal(wanted):
+        return True
+    texts = {" ".join(text.casefold().split()) for text in (answer, wanted)}
+    return len(texts) == 1 or (bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted))
+
+
 # --- which rule scores a row --------------------------------------------------------------------------------------
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
 RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
+RULES |= {"last_number": last_number, "boxed": last_box, "answer_tag": answer_tag, "format": think_format}
 RULES_WITHOUT_TRUTH = ("format",)
 """The rules that look only at the response."""
 
