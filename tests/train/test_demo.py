@@ -27,6 +27,7 @@ from rolepool.metrics.run_folder import validation_score
 from rolepool.metrics.spans import Timeline, critical_path, lanes, step_bounds
 from rolepool.report.run import read_logs, read_run
 from rolepool.trainer.loop import SAME_SIGNAL_S, Observer, Trainer
+from rolepool.trainer.rows import NUM_TRAINING_SAMPLES
 from span_times import extent_s, overlap_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -162,6 +163,13 @@ def test_a_run_with_validation_data_validates_after_its_last_step(demo: Demo, tm
     (file,) = (tmp_path / "validation").iterdir()
     sample = json.loads(file.read_text().splitlines()[0])
     assert sample["prompt"] == f"{sample['question']} ="
+    recorded = sorted((tmp_path / "training_responses").iterdir())
+    assert [file.name for file in recorded] == ["step_000001.jsonl", "step_000002.jsonl"]
+    for file in recorded:
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(samples) == NUM_TRAINING_SAMPLES
+        assert all(one["question"] and 0 <= one["score"] <= 1 for one in samples)
+        assert any(one["response"] for one in samples)
 
 
 SLOW_REWARD = "import time\n\n\ndef compute_score(*_, **__):\n    time.sleep(0.2)\n    return 0.0\n"

@@ -13,7 +13,7 @@ import pytest
 
 from rolepool.report.run import parse_log
 from rolepool.trainer.console import TrainingConsole, short_line, validations_in_words
-from rolepool.trainer.rows import question_of
+from rolepool.trainer.rows import MAX_RECORDED_STEPS, question_of, records_responses
 
 STEP = {
     "training/num_steps": 60.0,
@@ -170,3 +170,10 @@ def test_the_paragraph_that_ray_prints_after_a_kill_is_dropped(capsys: pytest.Ca
     lines = [f"{paragraph} by an unexpected system error. To troubleshoot ...", "a line of a worker"]
     (batch,) = stdout_deduplicator.deduplicate({"lines": lines, "pid": "raylet", "is_err": False})
     assert batch["lines"] == ["a line of a worker"]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 19, 20, 60, 10_000])
+def test_responses_of_some_steps_are_recorded_always_of_the_first_and_last(num_steps: int) -> None:
+    recorded = [step for step in range(1, num_steps + 1) if records_responses(step, num_steps)]
+    assert (recorded[0], recorded[-1]) == (1, num_steps)
+    assert min(num_steps, MAX_RECORDED_STEPS) <= len(recorded) <= MAX_RECORDED_STEPS + 2

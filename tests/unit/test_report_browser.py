@@ -248,8 +248,9 @@ function change(node, kind, value) {
 shown.push(cells());
 change(order, "change", "lowest score first");
 change(field, "input", "FIVE  nine");
-change(chooser, "change", "all");
+change(chooser, "change", "2");
 shown.push([part.querySelector("[role=status]").textContent]);
+shown.push([...chooser.options].map((one) => one.textContent));
 document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
 </script></body>"""
 
@@ -267,16 +268,23 @@ def test_responses_are_chosen_by_step_ordered_by_score_and_searched(open_page: O
             {"question": asked, "response": text, "ground_truth": "14", "score": score} for asked, text, score in rows
         ]
         folder.add_samples(step, samples)
+    folder.add_samples(1, [{"question": "trained", "response": "yes", "score": 1}], "training_responses")
     elements = open_page(render(read_run(folder.path)), USE_THE_SEARCH)
     assert errors_in(elements) == ""
     assert "<img" not in elements
-    recorded, by_score, found, in_all, (count,) = shown_in(elements)
+    recorded, by_score, found, in_all, (count,), options = shown_in(elements)
     first, second = ["five and nine?", "13", "14"], [f"one? {HOSTILE}", "2", "14"]
     assert recorded == [*first, *second]
     assert by_score == [*second, *first]
     assert found == first
     assert in_all == ["0", *first, "2", *first]
     assert count == "2 of 4 match"
+    assert options == [
+        "validation after step 2: 2 responses, score 0.286",
+        "validation after step 0: 2 responses, score 0.1",
+        "all validations",
+        "training step 1: 1 response, reward 0.167",
+    ]
 
 
 USE_THE_FILTER = """<script>

@@ -28,17 +28,28 @@ def sample(**columns: Any) -> dict[str, Any]:
 def test_the_newest_validation_comes_first_with_questions_scores_and_other_numbers(folder: RunFolder) -> None:
     folder.add_samples(0, [sample(score=0.0, ground_truth=["2", "two"], data_source="sums", format=0.5)])
     folder.add_samples(2, [sample(), sample(score=0.5)])
-    newest, first = samples_of(read_run(folder.path))["validations"]
+    newest, first = samples_of(read_run(folder.path))["groups"]
     assert (newest["step"], newest["num"]) == (2, 2)
     assert (newest["score"], first["score"]) == (pytest.approx(2 / 7), 0.1)  # those of all responses, not of these
     assert first["rows"] == [["1+1?", "2", '["2", "two"]', 0.0, "sums", {"format": 0.5}]]
+
+
+def test_responses_of_training_steps_come_after_validations(folder: RunFolder) -> None:
+    for step in (1, 2):
+        folder.add_samples(step, [sample(response=f"answer {step}")], "training_responses")
+    folder.add_samples(0, [sample()])
+    run = read_run(folder.path)
+    found = samples_of(run)["groups"]
+    assert [(one["kind"], one["step"]) for one in found] == [("validation", 0), ("training", 2), ("training", 1)]
+    assert found[1]["rows"][0][1] == "answer 2"
+    assert found[1]["score"] == run.metrics[2]["critic/score/mean"]
 
 
 def test_a_run_of_an_older_version_shows_its_prompts(folder: RunFolder) -> None:
     older = sample()
     del older["question"]
     folder.add_samples(1, [older])
-    (validation,) = samples_of(read_run(folder.path))["validations"]
+    (validation,) = samples_of(read_run(folder.path))["groups"]
     assert validation["rows"][0][0] == "user: 1+1? assistant:"
 
 
@@ -46,7 +57,7 @@ def test_of_many_validations_the_first_the_last_and_some_between_are_shown(folde
     for step in range(100):
         folder.add_samples(step, [sample()])
     found = samples_of(read_run(folder.path))
-    steps = [one["step"] for one in found["validations"]]
+    steps = [one["step"] for one in found["groups"]]
     assert (steps[0], steps[-1], len(steps)) == (99, 0, limits.MAX_STEPS)
     assert found["num_hidden"] == 100 - limits.MAX_STEPS
 
@@ -55,7 +66,7 @@ def test_long_texts_and_many_responses_are_cut_and_said(folder: RunFolder) -> No
     for step in range(12):
         folder.add_samples(step, [sample(response="x" * 100_000)] * 64)
     run = read_run(folder.path)
-    validations = samples_of(run)["validations"]
+    validations = samples_of(run)["groups"]
     assert validations[0]["num"] == 64 > len(validations[0]["rows"]) > 5
     assert validations[0]["rows"][0][1].endswith("x … (98,000 more letters)")
     assert len(render(run)) < 1.2 * limits.MAX_LETTERS + 200_000
@@ -70,7 +81,7 @@ def test_what_is_no_response_is_skipped_and_counted(folder: RunFolder) -> None:
     (folder.path / "validation" / "step_000004.jsonl").mkdir()
     (folder.path / "validation" / "step_x.jsonl").write_text("{}\n", encoding="utf-8")
     run = read_run(folder.path)
-    (validation,) = samples_of(run)["validations"]
+    (validation,) = samples_of(run)["groups"]
     assert [row[3] for row in validation["rows"]] == [None, None]
     assert validation["score"] is None
     assert run.notes == ["skipped 3 unreadable lines of validation/step_000003.jsonl"]
@@ -82,5 +93,5 @@ def test_only_the_beginning_of_a_large_file_is_read(folder: RunFolder, monkeypat
     length = len(json.dumps(sample())) + 1
     monkeypatch.setattr(limits, "MAX_FILE_BYTES", 10 * length + 5)
     run = read_run(folder.path)
-    (validation,) = samples_of(run)["validations"]
+    (validation,) = samples_of(run)["groups"]
     assert (validation["num"], run.notes) == (10, [])

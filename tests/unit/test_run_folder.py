@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> RunFolder:
         run.add_metrics(step, {"reward": step})
     for step in (2, 4):
         run.add_samples(step, [])
+        run.add_samples(step, [], "training_responses")
         (run.path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     return run
 
@@ -98,7 +99,7 @@ def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(
     assert aside == folder.path / "earlier" / "1"
     assert (steps_of(folder.path), steps_of(aside)) == ([1, 2], [3, 4])
     assert (folder.path / "train.log").read_text() == "step:1 - reward:1\nstep:2 - reward:2\n"
-    for kind in ("checkpoints", "validation"):
+    for kind in ("checkpoints", "validation", "training_responses"):
         assert (len(names_in(folder.path / kind)), len(names_in(aside / kind))) == (1, 1)
     assert names_in(folder.path / "checkpoints") == ["step_000002"]
     assert list(read_run(aside).metrics) == [3, 4]

@@ -25,7 +25,8 @@ from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
 from rolepool.reading import lines_within, open_regular, parse_json, read_small
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
-RUN_FILES += ("report.html", "tensorboard", "validation", "checkpoints", "trace.json", "state.json", "plan.json")
+RUN_FILES += ("report.html", "tensorboard", "validation", "training_responses", "checkpoints")
+RUN_FILES += ("trace.json", "state.json", "plan.json")
 """All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
 LOG_FOLDERS = ("stalls", "logs")
 """Folders that may exist without a run, because a start that failed has written to them."""
@@ -50,6 +51,8 @@ UNREADABLE = 2**63
 TAIL_BYTES = 2**25
 """How much of the end of a long metrics.jsonl is searched for events and for the last step."""
 MAX_LOCK_BYTES = 2**12
+STEP_FOLDERS = ("checkpoints", "validation", "training_responses")
+"""Folders with an entry `step_000012` for some steps."""
 STEP_ROW_FILES = ("metrics.jsonl", "spans.jsonl", "train.log")
 """Files in which each line belongs to a step."""
 BARS = "▁▂▃▄▅▆▇█"
@@ -119,7 +122,7 @@ class RunFolder:
         moved = self._existing_files()
         divided: dict[Path, tuple[bytes, bytes]] = {}
         if after_step is not None:
-            numbered = [*self.path.glob("checkpoints/step_*"), *self.path.glob("validation/step_*")]
+            numbered = [path for folder in STEP_FOLDERS for path in self.path.glob(f"{folder}/step_*")]
             moved = [path for path in numbered if path.stem[5:].isdecimal() and int(path.stem[5:]) > after_step]
             divided = {file: _divided(file, after_step) for file in self._existing_files(STEP_ROW_FILES)}
         elif moved:
@@ -170,10 +173,11 @@ class RunFolder:
         lines = ({"step": step, "operation": operation, **span._asdict()} for step, operation, span in recorded)
         self._append("spans.jsonl", map(json.dumps, lines))
 
-    def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """What a validation generated, one row for each response."""
-        (self.path / "validation").mkdir(exist_ok=True)
-        self.write(f"validation/step_{step:06d}.jsonl", "".join(f"{json.dumps(row)}\n" for row in samples))
+    def add_samples(self, step: int, samples: Iterable[Mapping[str, Any]], folder: str = "validation") -> None:
+        """What a validation, or a training step, generated, one row for each response."""
+        (self.path / folder).mkdir(exist_ok=True)
+        lines = (f"{json.dumps(row, default=str)}\n" for row in samples)
+        self.write(f"{folder}/step_{step:06d}.jsonl", "".join(lines))
 
     def add_monitor(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """What the monitors measured on GPUs and processes."""

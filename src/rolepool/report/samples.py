@@ -1,10 +1,10 @@
-"""The responses that validations recorded in a run folder, for its page.
+"""The responses that validations and training steps recorded in a run folder, for its page.
 
 Owns how much of them is read and shown: a run folder may come from anywhere, and a page has to stay small.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from pydantic import TypeAdapter
 
 from rolepool.metrics.run_folder import validation_score
 from rolepool.reading import open_regular
+from rolepool.report.plots import REWARD
 from rolepool.report.run import Run
 
 MAX_STEPS = 12
-"""Validations that are shown: the first and the last one, and others evenly between them."""
+"""Validations, and training steps, that are shown: the first and the last one, and others evenly between them."""
 MAX_RESPONSES = 64
-"""Responses of a validation that are shown."""
+"""Responses of a validation or step that are shown."""
 MAX_TEXT = 2_000
 """Letters of a text that are shown."""
 MAX_LETTERS = 600_000
@@ -28,22 +29,32 @@ MAX_NUMBER = 1e300
 NAMES = ("prompt", "question", "response", "ground_truth", "score", "data_source")
 """What a line contains besides other numbers of the reward function."""
 
+FOLDERS: dict[str, tuple[str, Callable[[Mapping[str, float]], float | None]]] = {
+    "validation": ("validation", validation_score),
+    "training_responses": ("training", lambda metrics: metrics.get(REWARD)),
+}
+"""For each folder what its responses come from, and their mean score, from the metrics of the step."""
+
 _Line = TypeAdapter(dict[str, Any])
 
 
 def samples_of(run: Run) -> dict[str, Any]:
-    """The responses of some validations, newest first, and the number of validations that are not shown. Lines that
-    cannot be read are counted in `run.skipped`."""
-    numbered = _numbered_files(run.folder / "validation")
-    chosen = _spread(sorted(numbered), MAX_STEPS)
-    validations = []
-    for step in reversed(chosen):
-        name = f"validation/{numbered[step].name}"
-        samples = list(run.read_lines(name, _Line.validate_json, _first_lines))
-        if samples:
-            score = validation_score(run.metrics.get(step, {}))
-            validations.append({"score": score, **_validation(step, samples, MAX_LETTERS // len(chosen))})
-    return {"validations": validations, "num_hidden": len(numbered) - len(chosen)}
+    """The responses of some validations, then those of some training steps, newest first; and the number of files that
+    are not shown. Lines that cannot be read are counted in `run.skipped`."""
+    groups = []
+    num_hidden = 0
+    for folder, (kind, score_of) in FOLDERS.items():
+        numbered = _numbered_files(run.folder / folder)
+        chosen = _spread(sorted(numbered), MAX_STEPS)
+        num_hidden += len(numbered) - len(chosen)
+        for step in reversed(chosen):
+            name = f"{folder}/{numbered[step].name}"
+            samples = list(run.read_lines(name, _Line.validate_json, _first_lines))
+            if samples:
+                score = score_of(run.metrics.get(step, {}))
+                shown = _shown(samples, MAX_LETTERS // len(FOLDERS) // len(chosen))
+                groups.append({"kind": kind, "step": step, "score": score, "num": len(samples), "rows": shown})
+    return {"groups": groups, "num_hidden": num_hidden}
 
 
 def _numbered_files(folder: Path) -> dict[int, Path]:
@@ -68,8 +79,8 @@ def _first_lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def _validation(step: int, samples: Sequence[Mapping[str, Any]], most_letters: int) -> dict[str, Any]:
-    """The responses of a validation until they have so many letters."""
+def _shown(samples: Sequence[Mapping[str, Any]], most_letters: int) -> list[list[Any]]:
+    """The first responses, until they have so many letters."""
     rows: list[list[Any]] = []
     num_letters = 0
     for sample in samples[:MAX_RESPONSES]:
@@ -83,7 +94,7 @@ def _validation(step: int, samples: Sequence[Mapping[str, Any]], most_letters: i
             break
         score = sample.get("score")
         rows.append([question, response, truth, score if _is_number(score) else None, source, others])
-    return {"step": step, "rows": rows, "num": len(samples)}
+    return rows
 
 
 def _is_number(value: Any) -> bool:

@@ -44,7 +44,16 @@ from rolepool.trainer.moves import (
     take_request,
 )
 from rolepool.trainer.paper import schedule_of, step_of
-from rolepool.trainer.rows import NUM_SAMPLES, length_metrics, record, samples_of, step_row, validate
+from rolepool.trainer.rows import (
+    NUM_SAMPLES,
+    NUM_TRAINING_SAMPLES,
+    length_metrics,
+    record,
+    records_responses,
+    samples_of,
+    step_row,
+    validate,
+)
 from rolepool.trainer.snapshots import Snapshots
 from rolepool.trainer.step import StepCalls, TrainedCalls
 from rolepool.trainer.supervisor import Death
@@ -261,9 +270,12 @@ class Trainer:
         if (folder := self.config.trainer.rollout_data_dir) is not None:  # while the updates run
             samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
             write_samples("trainer.rollout_data_dir", folder, number, samples)
-        if number == self.num_steps and not self._validates_at_the_end:
+        if records_responses(number, self.num_steps):
             samples = samples_of(prompts, step.calls["gen"][0], step.estimated.scored, self.tokenizer)
-            self.observer.on_training_samples(number, list(islice(samples, NUM_SHOWN_SAMPLES)))
+            recorded = list(islice(samples, NUM_TRAINING_SAMPLES))
+            self.folder.add_samples(number, recorded, "training_responses")
+            if number == self.num_steps and not self._validates_at_the_end:
+                self.observer.on_training_samples(number, recorded[:NUM_SHOWN_SAMPLES])
         step.estimated.metrics.update({"training/epoch": float(epoch), "training/num_steps": float(self.num_steps)})
         lengths = step.estimated.lengths
         step.estimated.metrics.update(length_metrics(self.config, lengths, self.roles.actor.dp_size, number))

@@ -1,5 +1,6 @@
 """Rows of metrics: of a step, made when its last call has ended, and of a validation."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -22,6 +23,10 @@ from rolepool.trainer.step import Roles, StepCalls, update_orders
 
 NUM_SAMPLES = 64
 """The number of responses of a validation whose texts are recorded."""
+NUM_TRAINING_SAMPLES = 8
+"""The number of responses of a training step whose texts are recorded."""
+MAX_RECORDED_STEPS = 20
+"""In about so many training steps some responses are recorded."""
 
 
 class ScoredResponse(NamedTuple):
@@ -113,6 +118,12 @@ def validate(
         spans.extend((*rollouts.spans(), *scored.spans()))
     metrics = validation_metrics(all_graded, num_samples)
     return {**metrics, "timing_s/testing": time.monotonic() - start_s}, samples, spans
+
+
+def records_responses(step: int, num_steps: int) -> bool:
+    """Whether some responses of a training step are recorded: those of the first, of the last, and of some others."""
+    every = math.ceil(num_steps / MAX_RECORDED_STEPS)
+    return step in (1, num_steps) or step % every == 0
 
 
 def samples_of(
