@@ -118,6 +118,20 @@ def test_a_plan_warns_of_files_that_this_machine_does_not_have(rolepool: Rolepoo
     assert elsewhere.err == ""
 
 
+@pytest.mark.parametrize(
+    ("path", "warns"),
+    [("./models/lama", True), ("~nobody-with-this-name/x", True), ("x" * 300, True), ("SHAPE", False), ("a/b", False)],
+)
+def test_a_plan_warns_of_a_model_that_is_not_there(
+    rolepool: Rolepool, root: Path, folder: Path, path: str, warns: bool
+) -> None:
+    path = path.replace("SHAPE", str(root / "recipes" / "shapes" / "qwen2.5-0.5b"))
+    outcome = rolepool("plan", f"{KEY}={path}", "trainer.device=cpu", "trainer.n_gpus_per_node=1")
+    assert outcome.code == 0, outcome.err
+    begins = f"warning: training does not start: {KEY}="
+    assert [line.startswith(begins) for line in outcome.err.splitlines()] == [True] * warns
+
+
 def test_rows_of_a_python_program_are_checked_together_with_the_rest_and_nothing_stays(folder: Path) -> None:
     rows = [{"prompt": "a", "data_source": "exact_match"}]
     with pytest.raises(ConfigError) as raised:

@@ -10,7 +10,7 @@ from typing import Any
 from rolepool.config import Config, Draft, LoadedConfig
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
-from rolepool.config.model_files import why_no_model
+from rolepool.config.model_files import ShapeUnknown, read_model_file, why_no_model
 from rolepool.config.sources import is_demo_to_make
 from rolepool.data.files import find_problems as find_data_problems
 from rolepool.data.reward_functions import load_reward_function
@@ -43,37 +43,43 @@ def checked(draft: Draft, reward: Reward | None = None) -> LoadedConfig:
 
 
 def named_files_problems(loaded: LoadedConfig) -> list[str]:
-    """Problems with the models and files that the user has named. The config may be that of a draft."""
+    """Problems with the models and files that the user has named. The config may be that of a draft.
+
+    Models without weights are no problem here, because plans are also made with a config.json alone.
+    """
     config, names = loaded.config, loaded.set_keys
-    return [*_model_problems(config, names), *find_data_problems(config, names)]
+    paths: set[str | None] = set()
+    checks = (_named_model(config, role, paths, names) for role in ROLE_SPECS)
+    return [*lines_of(*checks), *find_data_problems(config, names)]
 
 
 def _problems(loaded: LoadedConfig, reward: Reward | None, counts: list[str]) -> Iterator[str]:
-    yield from _model_problems(loaded.config)
+    paths: set[str | None] = set()
+    yield from lines_of(*(_model(loaded.config, role, paths) for role in ROLE_SPECS))
     yield from loaded.why_not_trained()
     yield from counts
     yield from find_data_problems(loaded.config)
     yield from lines_of(_given_reward(loaded.config, reward))
 
 
-def _model_problems(config: Config, only_keys: Collection[str] | None = None) -> list[str]:
-    paths: set[str | None] = set()
-    return lines_of(*(_model(config, role, paths, only_keys) for role in ROLE_SPECS))
-
-
-def _model(config: Config, role: Role, paths: set[str | None], only_keys: Collection[str] | None) -> Iterator[str]:
+def _model(config: Config, role: Role, paths: set[str | None]) -> Iterator[str]:
     """A role that the run needs has a model. `paths` are the models that were looked at already."""
     spec = ROLE_SPECS[role]
-    key = f"{spec.model}.path"
-    if spec.why_unused(config) is not None or (only_keys is not None and key not in only_keys):
-        return
-    path, _ = model_of(config, role)
-    if path in paths or is_demo_to_make(path):
-        return
-    paths.add(path)
-    problem = why_no_model(key, path)
-    if problem is not None:
-        yield problem
+    if spec.why_unused(config) is None:
+        path, _ = model_of(config, role)
+        problem = why_no_model(f"{spec.model}.path", path)
+        if problem is not None and path not in paths and not is_demo_to_make(path):
+            yield problem
+        paths.add(path)
+
+
+def _named_model(config: Config, role: Role, paths: set[str | None], names: Collection[str]) -> Iterator[str]:
+    """A model that the user has named exists, or at least its config.json does."""
+    if f"{ROLE_SPECS[role].model}.path" in names:
+        try:
+            read_model_file(*model_of(config, role))
+        except ShapeUnknown:
+            yield from _model(config, role, paths)
 
 
 def _plan(config: Config) -> Iterator[str]:
