@@ -10,7 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from rolepool import __version__
-from rolepool.command_line import EXIT_USER_ERROR, Parser, is_input, load_words, print_errors, read_words, run_program
+from rolepool.command_line import (
+    EXIT_USER_ERROR,
+    Parser,
+    is_input,
+    load_words,
+    print_errors,
+    print_line,
+    read_words,
+    run_program,
+)
 from rolepool.errors import ConfigError, explained
 
 RUN_HELP = "the run folder, such as runs/demo"
@@ -105,7 +114,7 @@ def move(parser: Parser, arguments: list[str]) -> None:
     def show_progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    print(Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress))
+    print_line(Run(options.run).move(*options.words, timeout_s=options.timeout, on_progress=show_progress))
 
 
 def export(parser: Parser, arguments: list[str]) -> None:
@@ -121,7 +130,7 @@ def export(parser: Parser, arguments: list[str]) -> None:
 
     with only_reading():
         saved = export_run(Path(options.run), options.step, Path(options.folder), options.role)
-    print(f"{options.folder}: the {options.role} of {saved}")
+    print_line(f"{options.folder}: the {options.role} of {saved}")
 
 
 def report(parser: Parser, arguments: list[str]) -> None:
@@ -151,7 +160,7 @@ def _write_about_run(parser: Parser, arguments: list[str], name: str) -> None:
     path = Path(options.output or run.folder / name)
     with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o"):
         write_atomically(path, pieces)
-    print(path)
+    print_line(path)
 
 
 def watch(parser: Parser, arguments: list[str]) -> None:
@@ -179,7 +188,7 @@ def serve(parser: Parser, arguments: list[str]) -> None:
     if not str(server.server_address[0]).startswith("127."):
         warning = f"--host {options.host}: other machines can reach this page, and it is not encrypted"
         print_errors([warning], label="warning: ")
-    print(f"runs in {server.root}; press Ctrl-C to stop\n{server.url}", flush=True)
+    print_line(f"runs in {server.root}; press Ctrl-C to stop\n{server.url}")
     with suppress(KeyboardInterrupt), server:
         server.serve_forever()
     print("stopped")
@@ -249,7 +258,7 @@ def compare(parser: Parser, arguments: list[str]) -> int | None:
     output = Path(options.output_dir) if options.output_dir else Path(folders[0]).parent / "comparison"
     with explained(f"--output-dir {output}: cannot be written", "name another folder"):
         page = write_comparison(runs, lines, output)
-    print(page)
+    print_line(page)
     return EXIT_USER_ERROR if failures else None
 
 
@@ -298,7 +307,7 @@ def predict(parser: Parser, arguments: list[str]) -> int | None:
         path = Path(options.output or "scaling.png")
         with explained(f"{parser.prog} {path}: cannot be written", "give another file with -o", ValueError):
             plot_scaling(found, path)
-        print(path)
+        print_line(path)
     print_errors(dict.fromkeys(note for one in found.values() for note in one.notes), label="note: ")
     print_errors(problems)
     return EXIT_USER_ERROR if problems and not found else None
@@ -314,7 +323,8 @@ def plot(parser: Parser, arguments: list[str]) -> None:
 
     with explained(f"--output-dir {options.output_dir}: cannot be written", "name another folder"):
         written = plot_logs(options.logs, options.output_dir)
-    print(*written, sep="\n")
+    for path in written:
+        print_line(path)
 
 
 _ALL = (plan, config, train, move, predict, recipes, watch, serve, report, compare, plot, trace, export, demo)

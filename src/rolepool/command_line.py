@@ -5,6 +5,7 @@ that is slow to import.
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ class DriverEnd(SystemExit):
 
 def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a program with `argv`, or with this process's arguments. Return its exit code; None counts as success."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be UTF-8
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = program(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:  # None if the shell closed it
@@ -50,6 +53,12 @@ def run_program(program: Callable[[list[str]], int | None], argv: Sequence[str] 
 def silence_stdout() -> None:
     """Discard all further output. For a closed output pipe (`| head`): no later write or flush may fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_line(text: object) -> None:
+    """Print a line with a file name or an answer in it: exactly for another program, and without control characters on
+    a terminal."""
+    print(printable(str(text)) if sys.stdout.isatty() else text, flush=True)
 
 
 def print_errors(problems: Iterable[str], label: str = "error: ") -> None:

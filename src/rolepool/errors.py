@@ -115,6 +115,11 @@ def printable(text: str) -> str:
     return "".join(char.encode("unicode_escape").decode() if is_control.get(char) else char for char in text)
 
 
+def encodable(name: str) -> str:
+    """A file name with question marks for bytes that are not UTF-8, which cannot be written to a page or a table."""
+    return name.encode(errors="replace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """An error in one line: file and reason of an operating system error, or the first line of any other message (and
     the next line, if the first one ends with a colon)."""

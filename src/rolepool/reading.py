@@ -11,9 +11,10 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import yaml
+from pydantic import Field
 from pydantic_core import from_json
 
 MAX_FILE_BYTES = 2**26
@@ -23,6 +24,13 @@ MAX_YAML_VALUES = 10_000
 MAX_YAML_DEPTH = 40
 MAX_LINE_BYTES = 2**24
 """The length of a line of a file with one JSON value in each line."""
+
+Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
+"""A number that a run may have written. Computing with much larger ones fails."""
+Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+"""An integer that a run may have written."""
+LARGEST = 1e100
+"""A metric that is larger counts as infinite."""
 
 
 class LimitError(ValueError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import yaml
 from synthetic_runs import write_run
 
 from rolepool.cli import COMMANDS, main
+from rolepool.reading import MAX_LINE_BYTES
 
 SECRET = "the-value-of-a-secret"
 OWN_CONFIG = {"plan", "config", "train"}
@@ -109,3 +113,90 @@ def test_nothing_that_a_run_folder_names_is_imported_or_looked_up(
         assert code == 0, outcome.err
     else:
         assert code == 0 or outcome.err.startswith("error: ")
+
+
+# Damaged files: no traceback, no endless work, no control character
+
+
+NODE = os.uname().nodename.encode()
+DEEP = b"[" * 100_000 + b"]" * 100_000
+APPENDED: dict[str, tuple[str, bytes]] = {
+    "deep metrics": ("metrics.jsonl", b'{"step": %b}\n' % DEEP),
+    "steps without end": (
+        "metrics.jsonl",
+        b'{"step": 1e999, "a": 1}\n{"step": 1e300, "a": 1}\n{"step": 1.5, "a": 1}\n',
+    ),
+    "numbers without end": ("metrics.jsonl", b'{"step": 3, "timing_s/step": 1e308, "training/num_steps": 1e308}\n'),
+    "a restart that is not UTF-8": ("metrics.jsonl", b'{"step": 3, "restart": {"what": "\xff"}}\n'),
+    "a line without an end": ("metrics.jsonl", b"x" * (MAX_LINE_BYTES + 10)),
+    "spans of far steps": ("spans.jsonl", b"FIRST" + b'"step": 123456789012345678901234567890'),
+    "spans of far times": ("spans.jsonl", b"FIRST" + b'"end_s": 1e308'),
+    "deep spans": ("spans.jsonl", DEEP + b"\n"),
+    "large samples": (
+        "monitor.jsonl",
+        b'{"time_s": 1, "gpus": [], "processes": [{"pool": "p", "cpu_percent": 1e308, "memory_bytes": 1}]}\n' * 2,
+    ),
+}
+REPLACED: dict[str, tuple[str, bytes]] = {
+    "an alias bomb": ("config.yaml", b"a: &a [1,1]\n" + b"".join(b"a%d: &a%d [*a,*a]\n" % (n, n) for n in range(9))),
+    "a deep config": ("config.yaml", b"a: " + DEEP),
+    "a config with a wrong reference": ("config.yaml", b'trainer: {experiment_name: ${a="x"}}\n'),
+    "a config that is a list": ("config.yaml", b"- 1\n"),
+    "a config with other types": ("config.yaml", b"trainer: [1]\ndata: 5\nalgorithm: null\n"),
+    "a deep plan": ("plan.json", DEEP),
+    "a binary plan": ("plan.json", b"\xff\x00"),
+    "a plan without GPUs": ("plan.json", b'"gpus_per_node": []'),
+    "a plan of too many GPUs": ("plan.json", b'"gpus_per_node": [1000000000]'),
+    "a plan without roles' pools": ("plan.json", b'"roles": {"actor": "none"}'),
+    "a binary lock": (".lock", b"\xff\x00\x1b[2J"),
+    "the lock of a huge process": (".lock", b"process 99999999999999999999 on " + NODE),
+    "a state without times": ("state.json", b'[1e308, "x", 1e308, {"p": [["gen", 1e308, null]]}]'),
+    "a deep state": ("state.json", DEEP),
+}
+READERS = {name: command for name, command in ARGUMENTS.items() if name not in ("plot", "export")}
+"""Commands that read these files. `plot` reads what `compare` reads, and `export` only the config."""
+
+
+def damage(folder: Path, case: str) -> None:
+    if case in APPENDED:
+        name, content = APPENDED[case]
+        file = folder / name
+        if content.startswith(b"FIRST"):  # a field of the first span
+            span = json.loads(file.read_bytes().splitlines()[0])
+            content = json.dumps({**span, **json.loads(b"{" + content.removeprefix(b"FIRST") + b"}")}).encode() + b"\n"
+        with file.open("ab") as appended:
+            appended.write(content)
+        return
+    name, content = REPLACED[case]
+    if name == "plan.json" and content.startswith(b'"'):  # a field of the plan
+        history = json.loads((folder / name).read_bytes())
+        history["plans"][0]["plan"] |= json.loads(b"{" + content + b"}")
+        content = json.dumps(history).encode()
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("case", [*APPENDED, *REPLACED])
+def test_a_damaged_file_is_a_clear_line(
+    copy: Path, case: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`main` passes errors on that no user can cause, so a traceback would fail this test."""
+    damage(copy, case)
+    code = main([command, *READERS[command](str(copy))])
+    outcome = capsys.readouterr()
+    assert code == 0 or (code == 2 and outcome.err.startswith("error: "))
+    assert "\x1b" not in outcome.err
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "compare", "plot", "export"])
+def test_a_folder_whose_name_is_not_utf_8_can_be_read(copy: Path, command: str) -> None:
+    folder = copy.rename(os.fsdecode(b"r\xffn"))
+    words = ARGUMENTS[command](str(folder))
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    process = [sys.executable, "-m", "rolepool", command, *words]
+    ended = subprocess.run(process, capture_output=True, env=environment, check=False, timeout=60)
+    if command == "export":
+        assert ended.returncode == 2 and ended.stderr.startswith(b"error: r\\udcffn: no checkpoint")
+    else:
+        assert ended.returncode == 0 and not ended.stderr, ended.stderr

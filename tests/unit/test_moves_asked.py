@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     folder.write("config.yaml", loaded.to_yaml())
     folder.add_plan(1, build_plan(loaded.config))
     folder.write("state.json", "{}")
-    folder.write(".lock", "process 1")
+    folder.write(".lock", "process 1 on elsewhere")
     return tmp_path
 
 

@@ -275,7 +275,8 @@ def test_a_page_is_made_right_after_a_move(moved: Path, tmp_path: Path) -> None:
 
 
 def test_texts_about_moves_cannot_leave_the_data(folder: RunFolder, plans: list[Plan]) -> None:
-    hostile = plans[1].model_copy(update={"pools": {HOSTILE: plans[1].pools[ACTOR]}})
+    roles = dict.fromkeys(plans[1].roles, HOSTILE)
+    hostile = plans[1].model_copy(update={"pools": {HOSTILE: plans[1].pools[ACTOR]}, "roles": roles})
     folder.add_plan(1, plans[0])
     folder.add_plan(2, hostile)
     folder.add_metrics(1, {"timing_s/step": 1.0})
@@ -323,7 +324,8 @@ def test_watch_shows_the_first_step_while_it_runs(moved: Path, tmp_path: Path) -
 def test_names_of_pools_are_escaped_in_the_terminal(folder: RunFolder, plans: list[Plan]) -> None:
     name = "pool\x1b[2J[bold]"
     folder.add_plan(1, plans[0])
-    folder.add_plan(2, plans[1].model_copy(update={"pools": {name: plans[1].pools[ACTOR]}}))
+    roles = dict.fromkeys(plans[1].roles, name)
+    folder.add_plan(2, plans[1].model_copy(update={"pools": {name: plans[1].pools[ACTOR]}, "roles": roles}))
     folder.add_metrics(1, {"timing_s/step": 10.0})
     now_s = time.time()
     state = State(now_s, "step 2", now_s - 4, {name: [("gen", now_s - 4, None)]})

@@ -22,7 +22,7 @@ from rolepool.errors import ConfigError, explained, logger
 from rolepool.files import atomic_path, write_atomically
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
-from rolepool.reading import lines_within, open_regular, parse_json, read_small
+from rolepool.reading import Number, lines_within, open_regular, parse_json, read_small
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
 RUN_FILES += ("report.html", "tensorboard", "validation", "training_responses", "checkpoints")
@@ -35,11 +35,11 @@ LOG_FOLDERS = ("stalls", "logs")
 class State(NamedTuple):
     """`state.json`: what a run that is training does now. It is stale if `time_s` is long ago."""
 
-    time_s: float
+    time_s: Number
     what: str
     """Such as `step 12`, since `since_s`."""
-    since_s: float
-    pools: dict[str, list[tuple[str, float, float | None]]]
+    since_s: Number
+    pools: dict[str, list[tuple[str, Number, Number | None]]]
     """The operations of each pool since then: name, start, and end, which is None for the one that runs now."""
 
 

@@ -12,6 +12,8 @@ import psutil
 import pynvml
 from typing_extensions import TypedDict
 
+from rolepool.reading import Integer, Number
+
 INTERVAL_S = 1.0
 MAX_SAMPLES = 3600
 """How many samples a monitor keeps (one hour) until it is asked for them; older ones are dropped."""
@@ -36,22 +38,22 @@ def once_per_second(look: Callable[[], None]) -> Callable[[], None]:
 
 
 class GpuSample(TypedDict):
-    utilization: float  # percent
-    memory_bytes: int
-    memory_total_bytes: NotRequired[int]
+    utilization: Number  # percent
+    memory_bytes: Integer
+    memory_total_bytes: NotRequired[Integer]
     pools: list[str]
 
 
 class ProcessSample(TypedDict):
     pool: str
-    cpu_percent: float
-    memory_bytes: int
+    cpu_percent: Number
+    memory_bytes: Integer
 
 
 class Sample(TypedDict):
     """What reports read from a line of `monitor.jsonl`. `NodeMonitor.sample` makes these lines; they have more."""
 
-    time_s: float
+    time_s: Number
     gpus: list[GpuSample]
     processes: list[ProcessSample]
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Self
 
 from rolepool.placement.plan import DRIVER as DRIVER
 from rolepool.placement.plan import RULE_POOL as RULE_POOL
+from rolepool.reading import Integer, Number
 
 NONE = -1
 """The position of a span that does not exist."""
@@ -30,11 +31,11 @@ class Part(NamedTuple):
 
     name: str
     """`fetch`, `prefill`, `decode`, `forward`, `backward`, ..."""
-    seconds: float
-    num_pieces: int = 1
+    seconds: Number
+    num_pieces: Integer = 1
     """Pieces of work, such as micro-batches or decode steps."""
-    num_tokens: int = 0
-    num_attended: int = 0
+    num_tokens: Integer = 0
+    num_attended: Integer = 0
     """How many tokens each of these tokens reads in attention, added up."""
 
 
@@ -43,29 +44,29 @@ class Span(NamedTuple):
 
     pool: str
     role: str
-    rank: int
+    rank: Integer
     method: str
-    queued_s: float
-    start_s: float
-    end_s: float
+    queued_s: Number
+    start_s: Number
+    end_s: Number
     node: str = ""
     device: str = "cpu"
     """`cpu`, or `cuda:N` with the GPU's index on its node."""
-    call: int = 0
+    call: Integer = 0
     """Number of the call within the run; the same on all ranks that ran it."""
-    after: tuple[int, ...] = ()
+    after: tuple[Integer, ...] = ()
     """The calls whose results were its inputs."""
-    num_rows: int = 0
+    num_rows: Integer = 0
     """Rows of the input batch."""
-    num_tokens: int = 0
+    num_tokens: Integer = 0
     """Tokens, without padding, of the output batch, or of the input batch if it returned none."""
-    num_bytes: int = 0
+    num_bytes: Integer = 0
     """Size of the input batches."""
-    peak_memory_bytes: int = 0
+    peak_memory_bytes: Integer = 0
     """Peak memory that torch allocated on the GPU during the call; on a CPU, the process's memory at its end."""
     parts: tuple[Part, ...] = ()
     """Named parts of the call. A name is repeated if its pieces of work have different sizes."""
-    reserved_memory_bytes: int = 0
+    reserved_memory_bytes: Integer = 0
     """The same for the memory that torch reserved on the GPU; on a CPU, the same number."""
 
     @property

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from rolepool.config import Config, show
 from rolepool.config.fitting import gpu_memories
@@ -254,6 +254,32 @@ class PlanHistory(BaseModel):
     if it was resumed with another placement."""
 
     plans: list[PlannedSteps] = Field(min_length=1)
+
+    @field_validator("plans")
+    @classmethod
+    def _can_be(cls, plans: list[PlannedSteps]) -> list[PlannedSteps]:
+        """A damaged file is refused here, because what computes with plans trusts them."""
+        for planned in plans:
+            if reason := _why_impossible(planned):
+                raise ValueError(reason)
+        return plans
+
+
+def _why_impossible(planned: PlannedSteps) -> str | None:
+    """Why no run can have such a plan; None if one can."""
+    plan, calls = planned.plan, planned.schedule.calls if planned.schedule is not None else ()
+    nodes = plan.gpus_per_node
+    if not 1 <= len(nodes) <= MAX_NODES or not all(0 <= count <= MAX_GPUS_PER_NODE for count in nodes):
+        return "has an impossible number of nodes or GPUs"
+    if not plan.pools or not plan.pools.keys() >= set(plan.roles.values()):
+        return "has no pools, or lacks the pool of a role"
+    for name, pool in plan.pools.items():
+        on_nodes = all(0 <= slot.node < len(nodes) for slot in pool.slots)
+        if not on_nodes or not pool.slots or len(pool.slots) != pool.world_size or not 0 < pool.share <= 1:
+            return f"has an impossible pool {name!r}"
+    if any(not 0 <= earlier < position for position, call in enumerate(calls) for earlier in call.after):
+        return "has a call that waits for a later one"
+    return None
 
 
 def place(

@@ -8,7 +8,7 @@ is in `tables.yaml`. Also owns the sign of other programs on the machine, which 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -76,7 +76,8 @@ def by_step(spans: Sequence[Recorded]) -> SpansByStep:
 
 def around(grouped: SpansByStep, first: int, last: int) -> Timeline:
     """The spans of these steps, and of the steps before and after, which may overlap or explain them."""
-    return Timeline(recorded for step in range(first - 1, last + 2) for recorded in grouped.get(step, ()))
+    near = [spans for step, spans in grouped.items() if first - 1 <= step <= last + 1]
+    return Timeline(chain.from_iterable(near))
 
 
 def summarise(grouped: SpansByStep, bounds: Mapping[int, tuple[float, float]]) -> Summary:

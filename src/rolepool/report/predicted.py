@@ -103,7 +103,8 @@ def other_placements(run: Run) -> list[Prediction]:
         return []
     gpus = [gpu for sample in run.monitor for gpu in sample["gpus"]]
     memory = min((gpu["memory_total_bytes"] for gpu in gpus if gpu.get("memory_total_bytes")), default=None)
-    with suppress(RolepoolError, LookupError):  # a run with extensions has roles and operations that are not known here
+    # A run with extensions has roles and operations that are not known here, and a damaged one has other surprises.
+    with suppress(RolepoolError, LookupError, ValueError, ArithmeticError):
         config, plan, _ = recording = recordings_of(run)[-1]
         predictor = Predictor(Profile([recording]), lambda _: schedule, gpu_memory_bytes=memory)
         own, best = predictor.predict("", config, plan), search(predictor, config, plan.gpus_per_node)

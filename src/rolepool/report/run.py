@@ -12,24 +12,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import psutil
-from pydantic import ConfigDict, TypeAdapter, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
 from rolepool.config.saved import saved_values
-from rolepool.errors import ConfigError, explained
+from rolepool.errors import ConfigError, encodable, explained
 from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, lock_text, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps
-from rolepool.reading import open_regular, read_small
+from rolepool.reading import LARGEST, open_regular, read_small
 
 T = TypeVar("T")
 
 TIMING = "timing_s/"
 """The metric of an operation's time is this prefix and the operation's name."""
 
+MAX_STEP = 2**31
+"""Rows and spans of later steps are not those of a run."""
 TAIL_BYTES = 2**15
 """How much of the end of metrics.jsonl `sampled_lines` reads."""
 NUM_SAMPLES = 80
@@ -98,9 +100,10 @@ class Run:
     def num_steps(self) -> int | None:
         """The number of steps of the whole run, from its last row, or from the config; None if it is unknown."""
         if rows := list(finite_values(self.metrics, "training/num_steps").values()):
-            return int(rows[-1])
-        from_config = value_at(self.config, "trainer.total_training_steps")
-        return from_config if isinstance(from_config, int) else None
+            number: Any = int(rows[-1])
+        else:
+            number = value_at(self.config, "trainer.total_training_steps")
+        return number if isinstance(number, int) and 0 <= number <= MAX_STEP else None
 
     @property
     def is_finished(self) -> bool:
@@ -171,11 +174,15 @@ def open_run(folder: str | Path) -> Run:
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "spans.jsonl")):
         what = "has no config.yaml, metrics.jsonl or spans.jsonl" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"run {folder}: {what}; give the folder a run wrote to (its trainer.default_local_dir)")
-    run = Run(folder, folder.resolve().name, {}, [], [], {}, [], {})
+    run = Run(folder, encodable(folder.resolve().name), {}, [], [], {}, [], {})
     run.config = run.read_whole("config.yaml", saved_values) or {}
     history = run.read_whole("plan.json", PlanHistory.model_validate_json)
     run.plans = history.plans if history is not None else []
     return run
+
+
+LOCK = re.compile(r"(?:process (\d{1,9}) on (.+))?")
+"""What a run writes into its lock. For a moment the lock is empty."""
 
 
 def state_of(run: Run, *, is_silent: bool) -> str:
@@ -185,10 +192,12 @@ def state_of(run: Run, *, is_silent: bool) -> str:
     if not lock.is_file():
         return "finished" if run.is_finished else "stopped"
     try:
-        text, locked_s = lock_text(run.folder), lock.stat().st_mtime
+        holder, locked_s = LOCK.fullmatch(lock_text(run.folder)), lock.stat().st_mtime
     except (OSError, ValueError):  # just removed, or not the lock of a run
+        holder = None
+    if holder is None:
         return "finished" if run.is_finished else "unknown"
-    pid, _, machine = text.removeprefix("process ").partition(" on ")
+    pid, machine = holder.groups()
     if machine != os.uname().nodename:
         return "running" if not is_silent else "finished" if run.is_finished else "unknown"
     with suppress(psutil.Error, ValueError, OverflowError):
@@ -243,7 +252,11 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
 
 # One line of each file. Unknown fields are ignored. Fields for which `Span` has a default may be missing.
 
-_types = {"step": int, "operation": str, **get_type_hints(Span)}
+_types = {
+    "step": Annotated[int, Field(ge=0, le=MAX_STEP)],
+    "operation": str,
+    **get_type_hints(Span, include_extras=True),
+}
 _fields: dict[str, Any] = {name: (type_, Span._field_defaults.get(name, ...)) for name, type_ in _types.items()}
 _SpanLine = create_model("_SpanLine", __config__=ConfigDict(strict=True, allow_inf_nan=False), **_fields)
 _Row = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))  # a loss may be NaN
@@ -267,8 +280,11 @@ def read_row(line: bytes) -> tuple[int, dict[str, float]] | Event:
         return _Event.validate_python({name: known[name] for name in Event._fields if name in known})
     metrics = _Row.validate_json(line)
     step = metrics.pop("step", math.nan)
-    if not step.is_integer():
+    if not step.is_integer() or not 0 <= step <= MAX_STEP:
         raise ValueError("has no step")
+    for name, value in metrics.items():
+        if abs(value) > LARGEST:
+            metrics[name] = math.copysign(math.inf, value)
     return int(step), metrics
 
 
@@ -309,8 +325,8 @@ def read_logs(paths: Sequence[str | Path]) -> dict[str, MetricsByStep]:
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     """A name for each path: its last part, or the full path if several have the same last part; paths that are the same
     get numbers."""
-    last = [Path(path).absolute().name.removesuffix(".log") for path in paths]
-    names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+    last = [encodable(Path(path).absolute().name.removesuffix(".log")) for path in paths]
+    names = [name if last.count(name) == 1 else encodable(str(path)) for name, path in zip(last, paths, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 

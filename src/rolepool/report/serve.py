@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import parse_qs
 
-from rolepool.errors import ConfigError, RolepoolError, one_line
+from rolepool.errors import ConfigError, RolepoolError, encodable, one_line
 from rolepool.metrics.run_folder import last_lines, validation_score
 from rolepool.metrics.spans import Recorded
 from rolepool.reading import open_regular
@@ -81,7 +81,7 @@ def find_runs(root: Path) -> dict[str, Path]:
         else:
             names.clear()
             name = root.name if folder == str(root) else os.path.relpath(folder, root)
-            runs[name.encode(errors="replace").decode()] = Path(folder)
+            runs[encodable(name)] = Path(folder)
     return runs
 
 

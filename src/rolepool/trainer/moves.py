@@ -147,7 +147,9 @@ def ask_run(
     file = request_file(run_folder)
     state = state_of(open_run(run_folder), is_silent=False)
     if state != "running":
-        raise ConfigError(f"run {run_folder}: does not train now (it has {state}); set the keys when you resume it")
+        raise ConfigError(
+            f"run {run_folder}: does not train now (its state is: {state}); set the keys when you resume it"
+        )
     if take_request(run_folder) is not None:
         raise ConfigError(f"{file}: the run was asked already and has not answered; wait, or remove this file")
     write_atomically(file, [Request(words=list(words)).model_dump_json()])
