@@ -97,9 +97,10 @@ def train(
       Rows are written as JSONL files below `data` in the run folder. `data` may also be a dict with keys of the section
       `data`.
     - `reward`: a function with the parameters `data_source`, `solution_str`, `ground_truth` and `extra_info`, which
-      returns a number, or a dict with the number as `score` and other numbers to log. A function that is defined in a
-      notebook or script is copied to the reward workers; a function of a module is imported there. May also be a Python
-      file (`custom_reward_function.path`). Default: the built-in rules.
+      returns a number, or a dict with the number as `score` and other numbers to log. It may be async, and a function
+      with a parameter `completions` or `solution_strs` gets a whole batch (docs/rewards.md). A function that is defined
+      in a notebook or script is copied to the reward workers; a function of a module is imported there. May also be a
+      Python file (`custom_reward_function.path`). Default: the built-in rules.
     - `placement`: a strategy, such as `"split"`, or a dict with keys of the section `placement`.
     - `config`, `keys`: see `load_config`. The arguments above win over them.
     - `on_step(step, metrics)` is called after each step. `on_validation(step, metrics, samples)` is called after each

@@ -66,8 +66,8 @@ class CustomRewardFunctionConfig(Section):
     its responses count as failed."""
     retries: CountOrZero = 3
     """How often a call of a function of your own is repeated if it fails because of a connection: connections that
-    fail or time out, and HTTP status 408, 425, 429, 500, 502, 503 and 504. The first wait is 0.5 s; it doubles up to
-    8 s."""
+    fail or time out, and HTTP status 408, 425, 429, 500, 502, 503 and 504. The first wait is about 0.5 s; it doubles up
+    to 8 s. There is no attempt that timeout_s would stop."""
     on_error: Literal["abort", "zero"] = "abort"
     """What to do if a function of your own raises an error or takes too long: end the run (abort), or give the response
     score 0 (zero), log the first one of each batch, and count them in reward/failed/mean. A result that is not a finite

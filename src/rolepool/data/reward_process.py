@@ -12,7 +12,7 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -41,8 +41,6 @@ class _Scorer(ChildProcess):
         self._silence_s = keys.timeout_s + (GRACE_S if function.is_async else 0.0)
         """Longest time without an outcome. An async function is stopped in the child, without losing its other calls,
         unless it does not let the child run."""
-        self._jitter = random.Random()
-        """Not the generator of the function, whose numbers must not depend on connections."""
         self._unfinished: dict[int, Call] = {}
         """The calls that the child has got, by number, in the order in which it begins them."""
         self._deadline_s = math.inf
@@ -104,12 +102,13 @@ class _Scorer(ChildProcess):
             loop.run_until_complete(self._make_calls(channel.recv(), send))
 
     def _outcome(self, call: Call) -> Outcome:
-        for wait_s in self._waits():
+        retries = _Retries(self._keys)
+        while True:
             outcome = self._attempt(call)
-            if not _may_be_repeated(outcome):
-                return outcome
+            wait_s = retries.wait_after(outcome)
+            if wait_s is None:
+                return retries.explained(outcome)
             time.sleep(wait_s)
-        return self._last(self._attempt(call))
 
     def _attempt(self, call: Call) -> Outcome:
         try:
@@ -130,14 +129,15 @@ class _Scorer(ChildProcess):
 
     async def _outcome_async(self, call: Call) -> Outcome:
         """The same as `_outcome`, within the time limit."""
+        retries = _Retries(self._keys)
         try:
             async with asyncio.timeout(self._keys.timeout_s):
-                for wait_s in self._waits():
+                while True:
                     outcome = await self._attempt_async(call)
-                    if not _may_be_repeated(outcome):
-                        return outcome
+                    wait_s = retries.wait_after(outcome)
+                    if wait_s is None:
+                        return retries.explained(outcome)
                     await asyncio.sleep(wait_s)
-                return self._last(await self._attempt_async(call))
         except TimeoutError:
             return self._function.failure(self._too_slow, call)
         except asyncio.CancelledError:
@@ -149,20 +149,9 @@ class _Scorer(ChildProcess):
         except RewardError as error:
             return error
 
-    def _last(self, outcome: Outcome) -> Outcome:
-        """The outcome of the last attempt. An error says how often the call was tried."""
-        if self._keys.retries and _may_be_repeated(outcome):
-            return SampleError(f"{outcome} (tried {1 + self._keys.retries} times)")
-        return outcome
-
     @property
     def _too_slow(self) -> str:
         return f"no score after custom_reward_function.timeout_s={self._keys.timeout_s:g}"
-
-    def _waits(self) -> Iterator[float]:
-        """How long to wait before each retry."""
-        for attempt in range(self._keys.retries):
-            yield min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S) * self._jitter.uniform(0.75, 1.25)
 
 
 class ScoringProcesses:
@@ -301,9 +290,34 @@ BUSY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which the same request may succeed."""
 
 
-def _may_be_repeated(outcome: Outcome) -> bool:
-    """Whether a call failed at a connection."""
-    return isinstance(outcome, SampleError) and is_connection_error(outcome.__cause__)
+class _Retries:
+    """The attempts to make one call."""
+
+    _jitter = random.Random()
+    """Not the generator of the function, whose numbers must not depend on connections."""
+
+    def __init__(self, keys: CustomRewardFunctionConfig) -> None:
+        self._keys, self._num_attempts = keys, 0
+        self._begin_s = self._attempt_s = time.monotonic()
+
+    def wait_after(self, outcome: Outcome) -> float | None:
+        """How long to wait before the next attempt; None if there is none. There is one if the call failed at a
+        connection and if another attempt that takes as long would end within the time limit."""
+        now_s = time.monotonic()
+        wait_s = min(FIRST_WAIT_S * 2**self._num_attempts, LONGEST_WAIT_S) * self._jitter.uniform(0.75, 1.25)
+        self._num_attempts += 1
+        next_end_s = now_s + wait_s + (now_s - self._attempt_s)
+        self._attempt_s = now_s + wait_s
+        if not isinstance(outcome, SampleError) or not is_connection_error(outcome.__cause__):
+            return None
+        is_last = self._num_attempts > self._keys.retries or next_end_s > self._begin_s + self._keys.timeout_s
+        return None if is_last else wait_s
+
+    def explained(self, outcome: Outcome) -> Outcome:
+        """The outcome. An error after several attempts says how many there were."""
+        if isinstance(outcome, SampleError) and self._num_attempts > 1:
+            return SampleError(f"{outcome} (tried {self._num_attempts} times)")
+        return outcome
 
 
 def is_connection_error(error: BaseException | None) -> bool:
