@@ -245,6 +245,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 EXPECTED_KEYS = {f"{group}.{name}": default for group, keys in EXPECTED.items() for name, default in keys.items()}
 
 CHOICES = {
+    "reward_model.reward_manager": "naive batch prime dapo",
     "actor_rollout_ref.rollout.name": "native transformers vllm sglang trtllm",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla gspo gpg clip_cov kl_cov geo_mean cispo",
     "actor_rollout_ref.actor.loss_agg_mode": (
@@ -742,7 +743,8 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
     [
         ("critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs a critic"),
         ("reward_model.enable=true", "reward_model.model.path=null: reward_model.enable=true needs a model"),
-        ("reward_model.reward_manager=prime", "reward_model.reward_manager=prime: must be naive or dapo; to score in"),
+        ("reward_model.reward_manager=mine",
+         "reward_model.reward_manager=mine: must be naive, batch, prime or dapo; to score in another way, write"),
         (f"{OVERLONG}.enable=true {OVERLONG}.len=9",
          f"{OVERLONG}.enable=true: the penalty is for rules and functions with the manager dapo"),
         (f"{OVERLONG}.enable=true reward_model.reward_manager=dapo",

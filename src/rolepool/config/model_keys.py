@@ -354,16 +354,18 @@ class RewardKwargsConfig(Section):
 
 
 def _known_manager(name: Any) -> Any:
-    if name not in ("naive", "dapo"):
-        fix = "to score in another way, write a function for one response and set custom_reward_function.path"
-        raise ValueError(f"must be naive or dapo; {fix}")
+    if name not in ("naive", "batch", "prime", "dapo"):
+        fix = "to score in another way, write a function and set custom_reward_function.path (docs/rewards.md)"
+        raise ValueError(f"must be naive, batch, prime or dapo; {fix}")
     return name
 
 
 class MainRewardModelConfig(RewardModelConfig):
     """The section `reward_model`, which has keys for rewards without a model, too."""
 
-    reward_manager: Annotated[Literal["naive", "dapo"], BeforeValidator(_known_manager)] = "naive"
+    reward_manager: Annotated[Literal["naive", "batch", "prime", "dapo"], BeforeValidator(_known_manager)] = "naive"
     """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for overlong
-    responses (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg switches on."""
+    responses (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg switches on. verl's names batch and prime
+    mean the same as naive, because the parameters of a function say whether it gets a whole batch, and
+    custom_reward_function.max_concurrency says how many responses are scored at the same time."""
     reward_kwargs: RewardKwargsConfig

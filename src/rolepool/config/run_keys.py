@@ -51,7 +51,7 @@ class DataConfig(Section):
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = None
-    """Python file with the reward function; null uses reward.functions."""
+    """Python file with the reward function (docs/rewards.md); null uses reward.functions."""
     name: str = "compute_score"
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -88,9 +88,9 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     functions: Items[RewardFunctionConfig] = ()
-    """Functions that score every row, whatever its data_source: built-in rules (docs/training.md) and functions of your
-    own, such as [math, {function: my.py:brevity, weight: 0.1}]. The score is their weighted sum. An empty list uses the
-    built-in rule for the row's data_source."""
+    """Functions that score every row, whatever its data_source: built-in rules and functions of your own, such as
+    [last_number, {function: my.py:brevity, weight: 0.1}] (docs/rewards.md). The score is their weighted sum. An empty
+    list uses the built-in rule for the row's data_source."""
 
 
 class EnvironmentConfig(Section):
