@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,15 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do(
     assert problem is not None
     assert problem.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: ")
     assert problem.endswith(f"; use {fits}")
+
+
+def test_a_model_with_any_number_of_heads_is_answered_at_once() -> None:
+    heads = 2**31 - 1  # this took minutes
+    began_s = time.monotonic()
+    assert why_not_parallel(heads, 2, 4864, 1) is None
+    problem = why_not_parallel(heads * 3, 3, heads * 3, 7)
+    assert problem is not None and problem.endswith("; use 1 or 3")
+    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("change", [1, -1])

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
+from rolepool.config.run_keys import MAX_GPUS_PER_NODE
 from rolepool.errors import RolepoolError, first_few, one_line
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -192,7 +193,8 @@ def why_not_run(engine: str, content: Mapping[str, Any]) -> str | None:
 
 def why_not_parallel(num_heads: int, num_kv_heads: int, inner_size: int, size: int) -> str | None:
     """Why a model cannot be split over `size` tensor-parallel ranks, and which sizes work; None if it can."""
-    sizes = [ranks for ranks in range(1, num_heads + 1) if num_heads % ranks == 0 and inner_size % ranks == 0]
+    most = min(num_heads, MAX_GPUS_PER_NODE)  # the ranks are processes of one node
+    sizes = [ranks for ranks in range(1, most + 1) if num_heads % ranks == 0 and inner_size % ranks == 0]
     fits = [ranks for ranks in sizes if num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0]
     if size in fits:
         return None
