@@ -287,6 +287,28 @@ def test_responses_are_chosen_by_step_ordered_by_score_and_searched(open_page: O
     ]
 
 
+OPEN_A_RESPONSE = """<script>
+const summary = document.querySelector("#responses summary"), shown = [summary.textContent];
+summary.parentElement.addEventListener("toggle", () => {
+  shown.push(summary.textContent);
+  document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
+});
+summary.click();
+</script></body>"""
+
+
+def test_a_long_response_shows_its_beginning_and_end_until_it_is_opened(open_page: Open, tmp_path: Path) -> None:
+    text = f"{'thinking ' * 60}\n\\boxed{{72}}"
+    folder = RunFolder(write_run(tmp_path / "run", num_steps=2))
+    folder.add_samples(2, [{"question": "how many?", "response": text, "ground_truth": "72", "score": 1.0}])
+    elements = open_page(render(read_run(folder.path)), OPEN_A_RESPONSE)
+    assert errors_in(elements) == ""
+    short, opened = shown_in(elements)
+    assert len(short) < 260
+    assert short.startswith("thinking thinking") and short.endswith("\\boxed{72}")
+    assert opened == text
+
+
 USE_THE_FILTER = """<script>
 const part = document.getElementById("metrics"), field = part.querySelector("input"), shown = [];
 const open = "details[open]:not([hidden])";
