@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rolepool.config import Config, LoadedConfig, loading
 from rolepool.config.base import lines_of
 from rolepool.config.fitting import num_gpus
-from rolepool.config.functions import only_reading
+from rolepool.config.functions import import_extensions, only_reading
 from rolepool.config.saved import load_saved
 from rolepool.config.schema import policy_loss_in_words
 from rolepool.config.stop_tokens import read_stop_tokens
@@ -29,7 +29,7 @@ from rolepool.files import write_atomically
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import Replan, advise, engines_of, find_problems, find_snapshot_warnings, find_warnings
 from rolepool.placement.estimate import estimate_memory, snapshot_bytes
-from rolepool.placement.plan import detect_gpu_memory, parse_inventory, parse_memory
+from rolepool.placement.plan import Schedule, detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.render import PlanSummary as PlanSummary
 
 if TYPE_CHECKING:
@@ -162,11 +162,12 @@ class Run:
     @property
     def plan(self) -> PlanSummary:
         """The plan of the run, with the memory estimate for this machine's GPU."""
-        made = self._read().plan
-        if made is None:
+        recorded = self._read().plans
+        if not recorded:
             raise ConfigError(f"run {self.folder}: has no readable plan.json; use rp.plan with the config of the run")
         with only_reading():
-            return _summary_of(self.config, made, detect_gpu_memory(), build_plan)
+            made, schedule = recorded[-1].plan, recorded[-1].schedule
+            return _summary_of(self.config, made, detect_gpu_memory(), build_plan, schedule)
 
     def metrics(self) -> Any:
         """The metrics of all steps: a pandas DataFrame with one row per step, or a list of dicts if pandas is not
@@ -275,11 +276,14 @@ def _why_not_started(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_byt
             yield f"training does not start: {problem}"
 
 
-def _summary_of(config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Replan) -> PlanSummary:
+def _summary_of(
+    config: Config, made: Plan, gpu_memory_bytes: int | None, replan: Replan, schedule: Schedule | None = None
+) -> PlanSummary:
+    """The summary of a plan. Without a schedule, the step is run on paper."""
     from rolepool.trainer.paper import schedule_of
 
     estimate = estimate_memory(config, made, None if made.device == "cpu" else gpu_memory_bytes)
-    overlaps = schedule_of(config).overlaps(made.roles)
+    overlaps = (schedule or schedule_of(config)).overlaps(made.roles)
     advice = advise(config, made, estimate, gpu_memory_bytes, replan)
     warnings = list(find_warnings(config, made, on_cpus=False))
     problems, engines, needed = find_problems(config, made), engines_of(config), snapshot_bytes(config, made)
@@ -303,7 +307,9 @@ def _files(config: Source | Sequence[Source], keys: Mapping[str, Any]) -> list[l
 
 def _as_file(source: Source) -> loading.ConfigSource:
     """A source in a form that the loader of files reads: a name, or keys with values."""
-    if isinstance(source, LoadedConfig):  # only the keys that were set, so that others still follow them
+    if isinstance(source, LoadedConfig):
+        import_extensions(source.config.trainer.extensions)  # in case that another process has loaded it
+        # Only the keys that were set, so that others still follow them
         return loading.PlainValues({path: source.value_of(path) for path in sorted(source.set_keys)})
     return source if isinstance(source, Mapping) else str(source)
 

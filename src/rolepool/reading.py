@@ -10,8 +10,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
@@ -37,7 +38,7 @@ class LimitError(ValueError):
     """A file is larger, or has more in it, than any run writes."""
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError for a pipe or a device, because reading one may never end."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     opened = os.fdopen(handle, "rb")
@@ -96,7 +97,7 @@ def _check_yaml(events: Iterator[yaml.Event]) -> None:
             raise LimitError(f"has more than {MAX_YAML_VALUES} values")
 
 
-def lines_within(file: BinaryIO) -> Iterator[bytes]:
+def lines_within(file: BufferedReader) -> Iterator[bytes]:
     """The lines of an open file. Of a line that is too long only the beginning is returned, which cannot be parsed."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line

@@ -310,6 +310,7 @@ def test_a_bad_row_is_named_with_what_is_wrong_with_it(
         ('{"prompt": \n', "line 2: is not JSON"),
         ("[\n", "line 2: is not JSON"),
         ("3\n", "line 2: is a JSON int; write one object per line"),
+        ("[" * 100_000 + "\n", "line 2: is nested too deeply; write one object per line"),
     ],
 )
 def test_a_line_that_is_no_json_object_is_named(

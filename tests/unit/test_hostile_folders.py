@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from synthetic_runs import write_run
 
+from rolepool.api import Run
 from rolepool.cli import COMMANDS, main
+from rolepool.errors import RolepoolError
 from rolepool.reading import MAX_LINE_BYTES
 
 SECRET = "the-value-of-a-secret"
@@ -115,6 +118,31 @@ def test_nothing_that_a_run_folder_names_is_imported_or_looked_up(
         assert code == 0 or outcome.err.startswith("error: ")
 
 
+@pytest.mark.parametrize("case", HOSTILE)
+def test_nothing_is_imported_by_the_python_api(copy: Path, case: str) -> None:
+    change(copy, **HOSTILE[case])
+    run = Run(copy)
+    run.metrics()
+    run.report()
+    for read in (lambda: run.config, lambda: run.plan, lambda: run.move("placement.strategy=split")):
+        with suppress(RolepoolError):
+            read()
+    if case != "a strategy":
+        assert run.plan.plan.pools.keys() == {"global_pool"}
+
+
+def test_the_user_may_name_what_a_prediction_needs(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trusted extension is imported if it is named in the command, and only then."""
+    code = "from rolepool.placement.plan import standard\n\n\ndef strategy(*given):\n    return standard(*given)\n"
+    Path("harmless.py").write_text(code, encoding="utf-8")
+    change(copy, placement__strategy="harmless:strategy")
+    assert main(["predict", str(copy), "--", "trainer.nnodes=1"]) == 2
+    assert "is not imported, because only the run folder names it" in capsys.readouterr().err
+    assert "harmless" not in sys.modules
+    assert main(["predict", str(copy), "--", "harmless:strategy"]) == 0
+    assert "harmless" in sys.modules
+
+
 # Damaged files: no traceback, no endless work, no control character
 
 
@@ -187,6 +215,24 @@ def test_a_damaged_file_is_a_clear_line(
     outcome = capsys.readouterr()
     assert code == 0 or (code == 2 and outcome.err.startswith("error: "))
     assert "\x1b" not in outcome.err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_no_command_waits_for_a_pipe(copy: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody ever writes to these pipes."""
+    checkpoint = copy / "checkpoints" / "step_000003"
+    (checkpoint / "actor").mkdir(parents=True)
+    for name in ("trainer.json", "actor/rank_00000_of_00001.json", "actor/x.safetensors", "actor/a.sha256"):
+        os.mkfifo(checkpoint / name)
+    names = ["plan.json", "state.json", ".lock", "spans.jsonl", "monitor.jsonl", "train.log"]
+    if command != "export":  # which would not look at the checkpoint without it
+        names.append("config.yaml")
+    for name in names:
+        (copy / name).unlink(missing_ok=True)
+        os.mkfifo(copy / name)
+    code = main([command, *ARGUMENTS[command](str(copy))])
+    assert code == 0 or (code == 2 and capsys.readouterr().err.startswith("error: "))
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "compare", "plot", "export"])

@@ -107,7 +107,17 @@ def test_what_came_after_the_step_that_a_run_goes_on_from_is_set_aside_as_a_run(
     assert names_in(folder.path / "earlier") == ["1"]
 
 
-@pytest.mark.parametrize("end", [b'{"step": 1, "rew', b"\xff\xfe\x00", b'{"step": 1, "a": "\xc3'], ids=repr)
+BAD_ENDS = [
+    b'{"step": 1, "rew',
+    b"\xff\xfe\x00",
+    b'{"step": 1, "a": "\xc3',
+    b'{"step": 1e999}',
+    b"[" * 100_000,
+    b"step:9e9",
+]
+
+
+@pytest.mark.parametrize("end", BAD_ENDS, ids=lambda end: repr(end[:20]))
 def test_the_end_that_a_crash_left_is_set_aside_and_keeps_no_run_from_going_on(folder: RunFolder, end: bytes) -> None:
     for name in ("metrics.jsonl", "train.log"):
         with (folder.path / name).open("ab") as file:
@@ -116,3 +126,31 @@ def test_the_end_that_a_crash_left_is_set_aside_and_keeps_no_run_from_going_on(f
     assert aside is not None
     assert steps_of(folder.path) == [1, 2, 3, 4]
     assert (aside / "metrics.jsonl").read_bytes() == (aside / "train.log").read_bytes() == end + b"\n"
+
+
+def test_a_restart_that_is_not_utf_8_keeps_no_run_from_going_on(folder: RunFolder) -> None:
+    restart = b'{"step": 3, "restart": {"what": "\xff"}}\n'
+    with (folder.path / "metrics.jsonl").open("ab") as file:
+        file.write(restart)
+    aside = folder.begin(after_step=2)
+    assert aside is not None
+    assert (folder.path / "metrics.jsonl").read_bytes().endswith(restart)
+    assert restart not in (aside / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "spans.jsonl", "train.log"])
+def test_nothing_is_moved_if_a_file_cannot_be_read(folder: RunFolder, name: str) -> None:
+    file = folder.path / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(OSError, match=name):
+        folder.begin(after_step=2)
+    assert sorted(folder.path.rglob("*")) == before
+
+
+def test_a_second_run_is_refused_even_if_the_lock_is_damaged(folder: RunFolder) -> None:
+    with folder.hold():
+        folder.lock_file.write_bytes(b"\xff\x00")
+        with pytest.raises(ConfigError, match="another run is writing there"), RunFolder(folder.path).hold():
+            pass

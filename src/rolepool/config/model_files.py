@@ -17,6 +17,7 @@ from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from rolepool.config.run_keys import MAX_GPUS_PER_NODE
 from rolepool.errors import RolepoolError, first_few, one_line
+from rolepool.reading import read_small
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PACKABLE_TYPES = frozenset(MODEL_TYPES) | {"cohere", "deepseek_v3", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
@@ -55,7 +56,7 @@ def read_model_file(path: str | None, overrides: Mapping[str, Any] | None = None
         raise ShapeUnknown("no model path is set")
     try:
         folder = model_folder(path)
-        content = None if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = None if folder is None else json.loads(read_small(folder / "config.json"))
     except (OSError, ValueError, RuntimeError) as error:
         raise ShapeUnknown(f"config.json of {path} cannot be read ({one_line(error)})") from error
     if folder is None:

@@ -14,11 +14,14 @@ from typing import Any
 from rolepool.config.model_files import ShapeUnknown, model_folder, read_model_file
 from rolepool.config.schema import Config
 from rolepool.errors import ConfigError
+from rolepool.reading import read_small
 
 MARK = "(the response)"
 """The text of a turn whose end is looked for."""
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
 MAX_SHOWN = 40
+MAX_BYTES = 2**28
+"""Files of tokenizers have up to 40 MB."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _text(path: str | None, name: str) -> str | None:
     """The text of a file of a model; None if the model is not on this machine or does not have the file."""
     with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a home folder that does not exist
         folder = model_folder(path)
-        return None if folder is None else (folder / name).read_text(encoding="utf-8")
+        return None if folder is None else read_small(folder / name, MAX_BYTES).decode()
     return None
 
 

@@ -45,6 +45,7 @@ from rolepool.errors import ConfigError, RolepoolError, explained, first_few, lo
 from rolepool.models.sharding import rank_and_count
 from rolepool.models.training import TrainedModel
 from rolepool.protocol.worker import random_state, set_random_state
+from rolepool.reading import open_regular, parse_json, read_small
 
 FILE_BYTES = 2**30
 """Approximate size of a file, and of the host memory that a rank needs to write it."""
@@ -209,16 +210,19 @@ def _read_saved(folder: Path) -> tuple[list[RankState], Saved]:
     for rank in range(min(counts)):
         file = folder / rank_file(rank, min(counts))
         with explained(f"{file}: not a valid rank file", fix, *_INVALID), ExitStack() as restored:
-            ranks.append(RankState.model_validate_json(file.read_bytes()))
+            ranks.append(RankState.model_validate_json(read_small(file)))
             restored.callback(set_random_state, random_state())
             set_random_state(ranks[-1].rng)  # fails if it is not a random state
     if len(counts) > 1 or len({(state.num_updates, state.num_bytes) for state in ranks}) > 1:
         raise ConfigError(f"{folder}: its rank files belong to different saves; {fix}")
     for path in sorted(folder.glob("*.safetensors")):
-        # Opening a file checks it.
-        with explained(f"{path}: not a complete safetensors file", fix, SafetensorError), safe_open(path, "pt"):
-            pass
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        # Opening a file checks it. To open a pipe could take forever.
+        with explained(f"{path}: not a complete safetensors file", fix, SafetensorError):
+            open_regular(path).close()
+            with safe_open(path, "pt"):
+                pass
+    with explained(f"{folder}: what its files contain cannot be read", fix, *_INVALID):
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
     sizes = ((chunk.sizes.numel(), tensor.properties.dtype) for tensor in tensors.values() for chunk in tensor.chunks)
     num_bytes = sum(num_elements * dtype.itemsize for num_elements, dtype in sizes)
@@ -240,7 +244,7 @@ def check_hashes(folder: Path) -> None:
     fix = "copy the checkpoint again, or use another one"
     for file in sorted(folder.rglob(f"*{_HASHES}")):
         with explained(f"{file}: not a list of hashes", fix, ValueError):
-            lines = [line.split("  ", 1) for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.split("  ", 1) for line in read_small(file).decode().splitlines()]
             expected |= {file.parent / name: digest for digest, name in lines if Path(name).name == name}
     with explained(f"{folder}: cannot be read", fix):
         unlisted = sorted(file for file in folder.rglob("*") if _is_read(file) and file not in expected)
@@ -269,7 +273,7 @@ def _hashes(files: Iterable[Path]) -> dict[Path, str]:
     """The hash of each file. Several files are read at the same time."""
 
     def hash_of(file: Path) -> str:
-        with file.open("rb", buffering=0) as opened:
+        with open_regular(file) as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
 
     files = sorted(files)
@@ -461,7 +465,7 @@ def _problem(folder: Path, check: Check | None = None) -> str | None:
     """Why a checkpoint is not complete; None if it is."""
     try:
         with explained("trainer.json cannot be read", "only complete checkpoints are used", *_INVALID):
-            json.loads((folder / "trainer.json").read_bytes())
+            parse_json(read_small(folder / "trainer.json"))
         for part in (parts := _parts(folder)):
             _read_saved(part)
         if check is not None:

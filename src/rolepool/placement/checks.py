@@ -66,7 +66,8 @@ def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]
     if on_cpus and num_processes > cores:
         reason = f"{num_processes} processes share {cores} CPU core{'s' if cores > 1 else ''} and will be slow"
         yield f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {reason}; use fewer processes"
-    if not config.actor_rollout_ref.rollout.ignore_eos:
+    model = config.actor_rollout_ref.model.path
+    if not config.actor_rollout_ref.rollout.ignore_eos and may_import(str(model)):  # a chat template is a program
         with suppress(RolepoolError):  # a problem of `find_problems`
             yield from read_stop_tokens(config).warnings()
 

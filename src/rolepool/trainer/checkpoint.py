@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
@@ -19,6 +19,7 @@ from rolepool.errors import ConfigError, DivergedError, explained, logger
 from rolepool.metrics.run_folder import RunFolder
 from rolepool.models import checkpoint as model_files
 from rolepool.placement.roles import ROLE_SPECS, Role, trained_roles
+from rolepool.reading import read_small
 from rolepool.trainer.step import Roles, TrainedCalls
 
 Source = Path | Mapping[str, Path]
@@ -163,8 +164,8 @@ def _check(folder: Path) -> None:
 def _position(folder: Path) -> Position:
     """The state of the run in a checkpoint."""
     file, fix = folder / "trainer.json", "resume from another checkpoint"
-    with explained(f"{file}: not a trainer state", fix, ValidationError):
-        position = Position.model_validate_json(file.read_bytes())
+    with explained(f"{file}: not a trainer state", fix, ValueError):
+        position = Position.model_validate_json(read_small(file))
     match = model_files.STEP_FOLDER.fullmatch(folder.name)
     if match is not None and int(match[1]) != position.step:
         raise ConfigError(f"{file}: step={position.step} is not the step of its folder; {fix}")
