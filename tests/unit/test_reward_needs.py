@@ -93,6 +93,9 @@ def test_a_function_that_uses_the_ground_truth_needs_one(tmp_path: Path) -> None
         "def compute_score(solution_str, **kwargs):\n    return kwargs['ground_truth'] is None\n",
         "def compute_score(prompts, completions, **kwargs):\n    return [1] * len(prompts)\n",
         "compute_score = lambda ground_truth, **_: ground_truth\n",
+        "def compute_score(ground_truth, **_):\n    return 0 if ground_truth is None else len(ground_truth)\n",
+        "def compute_score(ground_truth, **_):\n    if not ground_truth:\n        return 0\n    return 1\n",
+        "def compute_score(ground_truth, **_):\n    return len(ground_truth or 'x')\n",
     ],
 )
 def test_a_function_that_can_do_without_needs_none(tmp_path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ class Need(NamedTuple):
 
     function: str
     truth: bool
-    """Whether it uses the ground truth, and its parameter for that has no default."""
+    """Whether it uses the ground truth without a look whether it is None, and its parameter for that has no default."""
     columns: tuple[str, ...] = ()
     """The columns that it has parameters for."""
 
@@ -119,14 +119,37 @@ def _need_of(function: ast.FunctionDef | ast.AsyncFunctionDef, config: Config, k
     names = [argument.arg for argument in (*named.posonlyargs, *named.args, *named.kwonlyargs)]
     required = [name for name in _required(named) if name not in kwargs]
     style = style_of_names(names)
-    truth_names = {TRUTH, f"{TRUTH}s", config.data.answer_key}
+    truth_names = {TRUTH, f"{TRUTH}s"}
+    if config.data.answer_key is not None:
+        truth_names.add(config.data.answer_key)
     used_names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    truth = any(name in truth_names and name in used_names for name in required)
+    needed_names = truth_names & used_names & set(required)
+    truth = any(not _is_asked_for(name, function) for name in needed_names)
     columns: tuple[str, ...] = ()
     if style is Style.COMPLETIONS:
         known = {*OWN_LISTS[style], *truth_names, "data_source"}
         columns = tuple(name for name in required if name not in known)
     return Need(function.name, truth, columns)
+
+
+def _is_asked_for(name: str, function: ast.AST) -> bool:
+    """Whether the function looks whether this argument is None, so that it can do without: `name is None`, `not name`,
+    `if name`, `name or other`."""
+
+    def is_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == name
+
+    for node in ast.walk(function):
+        match node:
+            case ast.Compare(left=left, comparators=[ast.Constant(value=None)]) if is_it(left):
+                return True
+            case ast.UnaryOp(op=ast.Not(), operand=operand) if is_it(operand):
+                return True
+            case ast.If(test=test) | ast.IfExp(test=test) if is_it(test):
+                return True
+            case ast.BoolOp(values=values) if any(map(is_it, values)):
+                return True
+    return False
 
 
 def _required(arguments: ast.arguments) -> list[str]:
