@@ -174,6 +174,51 @@ def test_hovering_tells_what_a_rank_did_and_waited_for(open_page: Open) -> None:
     assert errors_in(elements) == ""
 
 
+TOUCH = """<script>
+const chart = document.getElementById("timeline"), box = chart.getBoundingClientRect();
+const at = {clientX: box.left + 205, clientY: box.top + 30, bubbles: true, pointerId: 1, pointerType: "touch"};
+chart.setPointerCapture = () => {};
+const shown = [], say = () => shown.push(tip.style.display === "none" ? "" : tip.textContent.split("\\n")[0]);
+for (const kind of ["pointerdown", "pointerup", "pointerleave"]) {
+  chart.dispatchEvent(new PointerEvent(kind, at));
+  say();
+}
+document.body.dispatchEvent(new PointerEvent("pointerdown", {...at, clientY: 0}));
+say();
+document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
+</script></body>"""
+
+
+def test_a_touch_shows_the_tip_of_a_span_until_the_next_touch(open_page: Open) -> None:
+    elements = open_page(render(make_run()), TOUCH)
+    assert errors_in(elements) == ""
+    assert shown_in(elements) == ["gen · step 4", "gen · step 4", "gen · step 4", ""]
+
+
+ZOOM = """<script>
+const press = (words) => [...document.querySelectorAll("button")].find((one) => one.textContent === words).click();
+const chart = document.getElementById("timeline"), shown = [];
+function say() {
+  const box = chart.getBoundingClientRect();
+  const at = {clientX: box.left + 205, clientY: box.top + 30, bubbles: true};
+  chart.dispatchEvent(new PointerEvent("pointermove", at));
+  shown.push(tip.textContent.split("\\n")[0].split(" ")[0]);
+}
+say();
+for (let times = 0; times < 3; times++) press("Zoom in");
+say();
+for (let times = 0; times < 3; times++) press("Zoom out");
+say();
+document.body.append(Object.assign(document.createElement("pre"), {id: "shown", textContent: JSON.stringify(shown)}));
+</script></body>"""
+
+
+def test_buttons_zoom_the_timeline(open_page: Open) -> None:
+    elements = open_page(render(make_run()), ZOOM)
+    assert errors_in(elements) == ""
+    assert shown_in(elements) == ["gen", "old_log_prob", "gen"]
+
+
 def test_the_page_opens_on_the_median_step_and_others_can_be_seen(open_page: Open) -> None:
     elements = open_page(render(make_run()), USE_THE_BUTTONS)
     assert '<pre id="shown">step 4 (median), gen · step 5, gen · step 4, gen · step 3</pre>' in elements
