@@ -18,7 +18,7 @@ from rolepool.config import load_config
 from rolepool.data import reward_process
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once, is_connection_error
-from rolepool.data.rewards import Reward, RewardFunction, SampleError, score_batch
+from rolepool.data.rewards import Reward, RewardError, RewardFunction, SampleError, score_batch
 from rolepool.trainer.build import num_helpers_for
 
 CHAT = [{"role": "user", "content": "a or b?"}]
@@ -323,6 +323,35 @@ def test_a_row_for_which_one_of_several_functions_fails_has_score_0(tmp_path: Pa
     first, second = score_batch(placed(functions, "custom_reward_function.on_error=zero"), batch(), ["7", "bbb"])
     assert (first.score, first.numbers) == (0, {"failed": 1})
     assert (second.score, second.numbers) == (0.5, {"exact_match": 0, "judge": 0.5, "failed": 0})
+
+
+def test_a_function_for_batches_may_leave_out_rows_that_others_score(tmp_path: Path) -> None:
+    """As TRL's functions do if the rows are of several tasks."""
+    text = """
+def sums(completions, data_source, **_):
+    return [1.0 if source == "sums" else None for source in data_source]
+
+def nothing(completions, **_):
+    return [None] * len(completions)
+
+def forgets(**_):
+    return None
+"""
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+
+    def score(*names: str) -> list[Any]:
+        functions = [name if name == "exact_match" else f"{tmp_path / 'mine.py'}:{name}" for name in names]
+        return score_batch(placed(f"reward.functions=[{','.join(functions)}]"), batch(), ["7", "b"])
+
+    first, second = score("exact_match", "sums", "nothing")
+    assert (first.score, first.numbers) == (2, {"exact_match": 1, "sums": 1})
+    assert (second.score, second.numbers) == (1, {"exact_match": 1})
+    problem = r"reward.functions: all functions returned None, for train.jsonl, line 9 .*; one of them must return"
+    with pytest.raises(RewardError, match=problem):
+        score("sums", "nothing")
+    for names in (("sums",), ("exact_match", "forgets")):
+        with pytest.raises(RewardError, match="the score is NoneType None, not a number"):
+            score(*names)
 
 
 # Retries

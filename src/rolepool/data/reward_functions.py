@@ -39,6 +39,8 @@ class FunctionInFile(NamedTuple):
     """Further arguments: `custom_reward_function.reward_kwargs`."""
     answer_key: str | None = None
     """The column with the ground truth, which a function for batches also gets under this name."""
+    is_one_of_several: bool = False
+    """Whether it may return None for responses that others score, if it is a function for batches."""
 
     def checked(self) -> Self:
         """The same. Raises ConfigError if the file cannot be compiled or does not contain the name. Does not run the
@@ -64,7 +66,8 @@ class FunctionInFile(NamedTuple):
             reason = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(f"{self.setting}: cannot be imported: {reason}") from error
         function = self.with_kwargs(vars(module).get(self.name))
-        return RewardFunction(function, f"{self.setting}: {self.name}", self.file, self.answer_key)
+        name = f"{self.setting}: {self.name}"
+        return RewardFunction(function, name, self.file, self.answer_key, self.is_one_of_several)
 
     def with_kwargs(self, function: Any) -> Callable[..., Any]:
         """The function with its further arguments. Raises ConfigError if it cannot be called like a reward function."""
@@ -95,7 +98,8 @@ def functions_of(config: Config) -> dict[str, Callable[[], RewardFunction]]:
             functions[name] = partial(RewardFunction, partial(score_by_rule, rule=RULES[text]), f"rule {text}")
         else:
             file = Path(path).expanduser().absolute()
-            users = FunctionInFile(file, name, setting, answer_key=config.data.answer_key)
+            is_one_of_several = len(config.reward.functions) > 1
+            users = FunctionInFile(file, name, setting, {}, config.data.answer_key, is_one_of_several)
             functions[name] = users.checked().load
     return functions
 

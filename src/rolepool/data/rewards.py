@@ -40,6 +40,7 @@ class Scored(NamedTuple):
     """The score of one response, and other numbers to log."""
 
     score: float
+    """NaN if one of several functions does not score this response."""
     numbers: dict[str, float]
     pred: str | None = None
     """The answer in the response, for majority votes in validation; None if the function does not return it."""
@@ -62,9 +63,15 @@ class RewardFunction:
     """One function: a built-in rule, or a function of the user, which is called as its style says."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str, file: Path | None = None, answer_key: str | None = None
+        self,
+        function: Callable[..., Any],
+        name: str,
+        file: Path | None = None,
+        answer_key: str | None = None,
+        is_one_of_several: bool = False,
     ) -> None:
         self._function, self._file, self._answer_key = function, file, answer_key
+        self._may_leave_out = is_one_of_several and style_of(function) is not Style.RESPONSE
         self.name, self.is_users = name, file is not None
         """Its name in error messages, which includes the key and the file of a user's function, and whether it runs
         code of the user."""
@@ -129,6 +136,8 @@ class RewardFunction:
         return [self._read_row(of_row, row) for of_row, row in zip(results, call, strict=True)]
 
     def _read_row(self, result: Any, row: Row) -> Scored:
+        if result is None and self._may_leave_out:
+            return Scored(math.nan, {})
         try:
             return _as_scored(result)
         except (TypeError, ValueError) as error:
@@ -164,16 +173,22 @@ class WeightedRewards:
     def score_rows(self, rows: Sequence[Row]) -> list[Scored]:
         """The sums for all rows. The functions score the rows one after another."""
         of_functions = [scorer.score_rows(rows) for scorer in self._scorers]
-        return [self._sum(of_row) for of_row in zip(*of_functions, strict=True)]
+        of_rows = zip(*of_functions, strict=True)
+        return [self._sum(of_row, row) for of_row, row in zip(of_rows, rows, strict=True)]
 
-    def _sum(self, of_row: Sequence[Scored]) -> Scored:
+    def _sum(self, of_row: Sequence[Scored], row: Row) -> Scored:
         """The sum for one response; 0 if a function failed for it. Other numbers of a function are logged below its
         name. The answer is that of the first function that returns one."""
+        if all(math.isnan(scored.score) for scored in of_row):
+            fix = "one of them must return a number"
+            raise RewardError(f"reward.functions: all functions returned None, for {row.name}; {fix}")
         total, numbers, pred = 0.0, dict[str, float](), None
         failures = [scored.numbers[FAILED] for scored in of_row if FAILED in scored.numbers]
         if any(failures):
             return Scored(0.0, {FAILED: 1.0})
         for (name, weight, _), scored in zip(self._parts, of_row, strict=True):
+            if math.isnan(scored.score):
+                continue
             total += weight * scored.score
             numbers[name] = scored.score
             others = {other: value for other, value in scored.numbers.items() if other != FAILED}
