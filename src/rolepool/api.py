@@ -217,8 +217,8 @@ def checked_for_plan(draft: loading.Draft, inventory: _Inventory, gpu_memory_byt
     would not start."""
     more: list[str] = []
     if draft.problems:
-        arguments = (draft.loaded, inventory, gpu_memory_bytes)
-        more = lines_of(_plan_problems(*arguments), _why_not_started(*arguments))
+        counts = _plan_problems(draft.loaded, inventory, gpu_memory_bytes)
+        more = lines_of(counts, _why_not_started(draft.loaded, inventory, gpu_memory_bytes))
     return draft.checked(*more)
 
 
@@ -226,10 +226,13 @@ def summarise(loaded: LoadedConfig, inventory: _Inventory, gpu_memory_bytes: int
     """Make the plan of a config on these nodes, and find out what is known about it."""
     config = _fitted(loaded, inventory, gpu_memory_bytes)
     replan = _replan(loaded, inventory)
-    made = replan(config)
+    refused = list(_why_not_started(loaded, inventory, gpu_memory_bytes))
+    try:
+        made = replan(config)
+    except PlacementError as error:
+        raise PlacementError([*error.problems, *refused]) from None
     on_cpus = made.device == "cpu" and inventory is None  # cores are counted on this machine
     summary = _summary_of(config, made, gpu_memory_bytes, replan)
-    refused = list(_why_not_started(loaded, inventory, gpu_memory_bytes))
     warnings = [*refused, *loaded.warnings, *find_warnings(config, made, on_cpus=on_cpus)]
     if _is_for_this_machine(config, inventory):
         warnings += find_snapshot_warnings(summary.snapshot_bytes)

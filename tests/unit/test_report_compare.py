@@ -451,6 +451,13 @@ def test_a_recipe_that_cannot_run_under_a_placement_is_refused_before_any_traini
     assert any("with standard: placement.split.share=0.5" in problem for problem in refused.value.problems)
     assert not any("with split" in problem for problem in refused.value.problems)
     assert not (tmp_path / "runs").exists()
+    more = ["trainer.seeed=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"]
+    with pytest.raises(ConfigError) as refused:
+        run_placements(str(recipe), more, ["split", "placement.split.share=0.4"], say=print, wait_for=wait_for)
+    first, *_ = [problem for problem in refused.value.problems if "with split: trainer.seeed=1" in problem]
+    assert "did you mean trainer.seed?" in first
+    counts = "with split: actor_rollout_ref.rollout.tensor_model_parallel_size=3: must divide"
+    assert any(counts in problem for problem in refused.value.problems), "keys and counts in one round"
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])

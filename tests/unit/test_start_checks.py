@@ -116,6 +116,12 @@ def test_a_plan_warns_of_files_that_this_machine_does_not_have(rolepool: Rolepoo
     begins = "warning: training does not start: data.train_files=nowhere.parquet: is not a local file"
     assert [line.startswith(begins) for line in here.err.splitlines()] == [True]
     assert elsewhere.err == ""
+    unplaced = rolepool("plan", *words[:2], "trainer.n_gpus_per_node=1", "placement.strategy=split")
+    assert unplaced.code == 2
+    assert [line.split(":")[1] for line in unplaced.err.splitlines()] == [
+        " placement.strategy=split",
+        " training does not start",
+    ]
 
 
 @pytest.mark.parametrize(

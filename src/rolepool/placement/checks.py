@@ -56,6 +56,16 @@ def find_problems(config: Config, plan: Plan) -> list[str]:
     )
 
 
+def plan_problems(config: Config) -> list[str]:
+    """Why a config cannot be planned, or which checks its plan fails. A config that was not read without errors has
+    keys without values; what depends on them is not checked."""
+    return lines_of(_problems_of_plan(config))
+
+
+def _problems_of_plan(config: Config) -> Iterator[str]:
+    yield from find_problems(config, build_plan(config))
+
+
 def find_warnings(config: Config, plan: Plan, *, on_cpus: bool) -> Iterator[str]:
     """One line for each setting that can run, but most likely is not what the user wants."""
     name, num_samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from rolepool.config import load_config, show
+from rolepool.config import read_config, show
 from rolepool.config.schema import all_keys
-from rolepool.errors import ConfigError, PlacementError, Terminated, collected
+from rolepool.errors import ConfigError, Terminated, collected
 from rolepool.metrics.run_folder import validation_score
-from rolepool.placement import build_plan
-from rolepool.placement.checks import find_problems
+from rolepool.placement.checks import plan_problems
 from rolepool.report import plots
 from rolepool.report.findings import duration, outside_load
 from rolepool.report.run import TIMING, Run, distinct_names, finite_values, metric_names, read_parts, value_at
@@ -332,7 +331,7 @@ def _check_placements(recipe: str, overrides: Sequence[str], placements: Mapping
     problems: list[str] = []
     for name, placement in placements.items():
         with collected(problems, f"{recipe} with {name}: "):
-            config = load_config([recipe], [*overrides, *placement]).config
-            PlacementError.raise_if_any(find_problems(config, build_plan(config)))
+            draft = read_config([recipe], [*overrides, *placement])
+            draft.checked(*plan_problems(draft.loaded.config))
     if problems:
         raise ConfigError([*problems, f"write keys that belong to one placement after `--`, not into {recipe}"])
