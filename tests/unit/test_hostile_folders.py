@@ -7,10 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 import yaml
 from synthetic_runs import write_run
@@ -19,6 +23,7 @@ from rolepool.api import Run
 from rolepool.cli import COMMANDS, main
 from rolepool.errors import RolepoolError
 from rolepool.reading import MAX_LINE_BYTES
+from rolepool.report.serve import Server
 
 SECRET = "the-value-of-a-secret"
 OWN_CONFIG = {"plan", "config", "train"}
@@ -246,3 +251,42 @@ def test_a_folder_whose_name_is_not_utf_8_can_be_read(copy: Path, command: str) 
         assert ended.returncode == 2 and ended.stderr.startswith(b"error: r\\udcffn: no checkpoint")
     else:
         assert ended.returncode == 0 and not ended.stderr, ended.stderr
+
+
+# serve
+
+
+def test_serve_shows_hostile_folders_and_stays_usable(
+    copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every page comes from a process that ends, and no traceback is printed."""
+    root = tmp_path / "served"
+    damaged = ("an alias bomb", "a deep config", "a deep plan", "a binary lock", "deep metrics")
+    names = {case: f"run_{number}" for number, case in enumerate([*HOSTILE, *damaged])}
+    for case, name in names.items():
+        folder = Path(shutil.copytree(copy, root / name))
+        if case in HOSTILE:
+            change(folder, **HOSTILE[case])
+        else:
+            damage(folder, case)
+    with Server(root, "127.0.0.1", 0) as server, ThreadPoolExecutor(5) as threads:
+        listener = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        listener.start()
+
+        def page(path: str) -> str:
+            request = Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Cookie": server.cookie})
+            with urlopen(request, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        try:
+            listed = page("/")
+            reports = list(threads.map(page, [f"/report?run={name}" for name in names.values()]))
+            compared = page("/compare?run=run_0&run=run_1")
+        finally:
+            server.shutdown()
+            listener.join()
+    assert all(name in listed for name in names.values())
+    assert all(name in report for name, report in zip(names.values(), reports, strict=True))
+    assert SECRET not in listed + compared + "".join(reports)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not psutil.Process().children()

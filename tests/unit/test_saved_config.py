@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_runs import write_run
 
+from rolepool.api import Run
 from rolepool.api import load_config as load_in_python
+from rolepool.cli import main
 from rolepool.config import load_config
 from rolepool.config.loading import PlainValues
 from rolepool.config.saved import load_saved, saved_values
@@ -81,3 +84,17 @@ def test_a_config_over_a_limit_is_one_line_that_names_the_file(tmp_path: Path, n
     assert line.startswith(f"{tmp_path / 'config.yaml'}: ")
     assert reason in line
     assert "\n" not in line
+
+
+def test_a_run_with_such_a_text_can_be_read_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", num_steps=4, overrides=(r"trainer.experiment_name=\${x}", r"trainer.seed=3"))
+    assert Run(run).config.trainer.experiment_name == "${x}"
+    assert main(["predict", str(run), "--", "split"]) == 0
+    assert main(["report", str(run)]) == 0
+    assert "${x}" in (run / "report.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["move", str(run), "placement.strategy=split"]) == 2
+    assert "does not train now" in capsys.readouterr().err, "the config was read, and the run has ended"
+    assert load_config([str(run / "config.yaml")], ["trainer.seed=4"]).config.trainer.experiment_name == "${x}"

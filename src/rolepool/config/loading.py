@@ -278,7 +278,7 @@ class _Reading:
             elif self._may_be_added(path):
                 self._unknown_names.append(f"{path}={show(value)}")
             else:
-                self._problems.append(f"{path}={show(value)}: {unknown_key(path)}")
+                self._problems.append(f"{show(path)}={show(value)}: {unknown_key(path)}")
                 self._meant.update(keys_meant_by(path))
 
     def _may_be_added(self, path: str) -> bool:
@@ -656,7 +656,7 @@ def _sentence(leaf: str, item: Any) -> str:
     allowed += "; put it in quotes" if item["type"] == "string_type" else ""
     allowed += f"; see `rolepool config {leaf}`" if path != leaf else ""
     value = "" if item["type"] == "missing" else f"={show(item['input'])}"
-    return f"{path}{value}: {allowed}"
+    return f"{show(path)}{value}: {allowed}"
 
 
 # Keys of verl that rolepool does not have: other names of its own keys, keys without effect, keys that it refuses
