@@ -220,6 +220,10 @@ def test_a_damaged_file_is_a_clear_line(
     outcome = capsys.readouterr()
     assert code == 0 or (code == 2 and outcome.err.startswith("error: "))
     assert "\x1b" not in outcome.err
+    if command == "report" and case in APPENDED and case != "numbers without end":
+        assert outcome.err.startswith("skipped ") and APPENDED[case][0] in outcome.err
+    elif command == "report" and REPLACED[case][0] in ("config.yaml", "plan.json") and "types" not in case:
+        assert outcome.err.startswith(f"{REPLACED[case][0]} cannot be read: ") and outcome.err.count("\n") == 1
 
 
 @pytest.mark.timeout(60)

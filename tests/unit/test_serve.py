@@ -362,10 +362,10 @@ def test_a_broken_run_says_so_in_its_row_and_the_others_are_shown(tmp_path: Path
     with serving(tmp_path) as client:
         assert "finished" in client.row("good")
         assert "skipped" in client.row("rows")
-        assert "skipped 1 unreadable lines of config.yaml" in client.row("config")
-        assert "skipped 1 unreadable lines of plan.json" in client.row("plan")
+        assert "config.yaml cannot be read: not valid YAML" in client.row("config")
+        assert "plan.json cannot be read: Invalid JSON: EOF" in client.row("plan")
         assert "unreadable run" in client.row("folders")
-        assert "skipped 1 unreadable lines of config.yaml" in client.row("nesting")
+        assert "config.yaml cannot be read: is nested more than 40 levels deep" in client.row("nesting")
         answer = client.get("/report?run=folders")
         assert (answer.status, "This page cannot be shown" in answer.text) == (400, True)
         for name in ("rows", "config", "plan", "nesting"):

@@ -1,7 +1,8 @@
 """Reading what runs wrote: run folders, and console logs of rolepool or of other programs.
 
 Owns how the files of a run folder are read, and the parsing of console lines `step:N - key:value - key:value ...`.
-Lines that a killed run or a full disk left unreadable are skipped and counted; so is a whole file that cannot be read.
+Lines that a killed run or a full disk left unreadable are skipped and counted. A small file that cannot be read is
+skipped as a whole, with the reason.
 """
 
 import math
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import psutil
-from pydantic import ConfigDict, Field, TypeAdapter, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
+from rolepool.config.loading import show
 from rolepool.config.saved import saved_values
-from rolepool.errors import ConfigError, encodable, explained
+from rolepool.errors import ConfigError, encodable, explained, one_line
 from rolepool.metrics.run_folder import event_kind, event_lines, last_lines, lock_text, newest_validation
 from rolepool.metrics.sampling import Sample
 from rolepool.metrics.spans import Recorded, Span
@@ -61,7 +63,8 @@ Lines = Callable[[Path], Iterator[bytes]]
 
 @dataclass
 class Run:
-    """What was read from a run folder. `skipped` counts the unreadable lines of each file that has some."""
+    """What was read from a run folder. `skipped` counts the unreadable lines of each file that has some, and `unread`
+    has the reasons why whole files were not read."""
 
     folder: Path
     name: str
@@ -74,6 +77,7 @@ class Run:
     monitor: list[Sample]
     skipped: dict[str, int]
     events: list[Event] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan | None:
@@ -89,7 +93,8 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """What could not be read, in words."""
-        return [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
+        whole = [f"{file} cannot be read: {reason}" for file, reason in self.unread.items()]
+        return whole + [f"skipped {number} unreadable lines of {file}" for file, number in self.skipped.items()]
 
     @property
     def step(self) -> int:
@@ -126,9 +131,15 @@ class Run:
         """What is in a small file of the run folder; None if the file does not exist or cannot be read."""
         try:
             return read(read_small(self.folder / name)) if (self.folder / name).is_file() else None
-        except (OSError, ValueError):
-            self.skipped[name] = 1
+        except (OSError, ValueError) as error:
+            self.unread[name] = _reason(error)
             return None
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, in a short line."""
+    text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else one_line(error)
+    return show(" ".join(text.split()))
 
 
 def sampled_lines(path: Path) -> Iterator[bytes]:
