@@ -100,6 +100,7 @@ def test_rows_with_different_numbers_can_be_scored_by_different_processes(demo: 
             "extra_info": {},
             "origin": "",
             "uid": "",
+            "raw_prompt": "b",
         }
         columns = {name: np.fromiter([value], object) for name, value in names.items()}
         scored.append(role.compute_scores(DataProto.from_dict({**tokens, **sizes}, non_tensors=columns)))
