@@ -191,12 +191,15 @@ class Run:
         """Ask the run, which must be training in another process, to change its placement, such as
         `run.move("placement.strategy=split")`. Waits until it has moved, and returns what it did. `on_progress` gets a
         line every few seconds."""
-        from rolepool.trainer.moves import ask_run, check_move, moved
+        from rolepool.trainer.moves import ask_run, check_move, check_words, is_known, moved
 
-        with only_reading(*words):
-            made, loaded = moved(self.config, words)
-            before = self._read().plan
-            check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
+        check_words(words)
+        saved = load_saved(self.folder)
+        if is_known(saved, words):  # otherwise only the run itself can check it
+            with only_reading(*words):
+                made, loaded = moved(saved.config, words)
+                before = self._read().plan
+                check_move(loaded.config, made, None if made.device == "cpu" else detect_gpu_memory(), before)
         return ask_run(self.folder, words, timeout_s, on_progress)
 
     def export(self, folder: str | Path, step: int | None = None, role: str = "actor") -> Path:

@@ -148,6 +148,36 @@ def test_the_user_may_name_what_a_prediction_needs(copy: Path, capsys: pytest.Ca
     assert "harmless" in sys.modules
 
 
+@pytest.mark.parametrize("case", ["names of an extension", "a strategy"])
+def test_a_move_that_only_the_run_can_check_is_left_to_the_run(
+    copy: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(copy, **HOSTILE[case])
+    (copy / ".lock").write_text("process 1 on elsewhere", encoding="utf-8")
+    assert main(["move", str(copy), "trainer.n_gpus_per_node=2", "--timeout", "0.1"]) == 2
+    assert "has not moved within --timeout 0.1 s" in capsys.readouterr().err
+
+
+def test_a_prediction_from_a_run_with_an_extension_says_how_to_name_it(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(copy, **HOSTILE["names of an extension"])
+    assert main(["predict", str(copy), "--", "split"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "algorithm.adv_estimator=its_own" in line and "roles.judge.weight=1.0" in line
+    assert line.endswith("if you trust its extensions, name them: --set trainer.extensions=[...]")
+
+
+def test_an_extension_that_the_user_names_is_imported_for_a_prediction(copy: Path) -> None:
+    code = "from rolepool.config.functions import register_adv_est as add\nadd('its_own', needs=['values'])(print)\n"
+    Path("its.py").write_text(code, encoding="utf-8")
+    change(copy, trainer__extensions=["its.py"], algorithm__adv_estimator="its_own")
+    words = ["predict", str(copy), "--set", "trainer.extensions=[its.py]", "--", "split"]
+    ended = subprocess.run([sys.executable, "-m", "rolepool", *words], capture_output=True, check=False, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert b"critic_pool [2]" in ended.stdout
+
+
 # Damaged files: no traceback, no endless work, no control character
 
 

@@ -69,13 +69,24 @@ def request_file(run_folder: Path) -> Path:
 
 def moved(config: Config, words: Sequence[str]) -> tuple[Plan, LoadedConfig]:
     """The plan with these settings, and its config. Raises an error if a run cannot change to them while it trains."""
+    check_words(words)
+    loaded = load_config([without_placement(config, words)], words)
+    return build_plan(loaded.config), loaded
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise ConfigError if a move cannot change these settings."""
     others = [word for word in words if not word.startswith(MOVABLE)]
     if others or not words:
         can = f"a move changes placement.*, trainer.nnodes, trainer.n_gpus_per_node and {TENSOR_PARALLEL}"
         fix = "give key=value words with these keys; for other keys, stop the run and resume it with them"
         raise ConfigError(f"{others[0] if others else 'move'}: {can}; {fix}")
-    loaded = load_config([without_placement(config, words)], words)
-    return build_plan(loaded.config), loaded
+
+
+def is_known(loaded: LoadedConfig, words: Sequence[str]) -> bool:
+    """Whether the plan of a move can be made without importing what only the run folder names."""
+    sets_strategy = any(word.startswith("placement.strategy=") for word in words)
+    return not loaded.unknown_names and (sets_strategy or ":" not in loaded.config.placement.strategy)
 
 
 def check_move(config: Config, plan: Plan, gpu_memory_bytes: int | None, before: Plan | None = None) -> None:
