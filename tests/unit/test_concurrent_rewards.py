@@ -15,9 +15,10 @@ import pytest
 from test_reward_process import error_of, process_of, rows
 
 from rolepool.config import load_config
-from rolepool.data import reward_process
+from rolepool.data import retries, reward_process
+from rolepool.data.retries import is_connection_error
 from rolepool.data.reward_functions import load_reward_function
-from rolepool.data.reward_process import ScoringProcesses, calls_at_once, is_connection_error
+from rolepool.data.reward_process import ScoringProcesses, calls_at_once
 from rolepool.data.rewards import Reward, RewardError, RewardFunction, SampleError, score_batch
 from rolepool.trainer.build import num_helpers_for
 
@@ -33,7 +34,7 @@ def placed(*keys: str) -> Reward:
 
 @pytest.fixture
 def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_process, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
 
 
 # async functions

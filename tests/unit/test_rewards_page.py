@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from commands import load_benchmark
-from rolepool.data import reward_process
+from rolepool.data import retries
 from rolepool.data.reward_signatures import Row
 from rolepool.data.rewards import SampleError
 
@@ -62,7 +62,7 @@ def test_the_judge_as_a_plain_function_runs_in_processes(benchmark: ModuleType, 
 def test_a_server_that_does_not_run_is_tried_again_and_named(
     benchmark: ModuleType, judge_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_process, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:1/v1/chat/completions")
     with pytest.raises(SampleError) as caught:
         benchmark.reward_of(judge_file, 4).score_rows(rows(1))
@@ -73,5 +73,5 @@ def test_a_server_that_does_not_run_is_tried_again_and_named(
 def test_a_request_that_the_server_refuses_is_not_repeated() -> None:
     refused = urllib.error.HTTPError("http://x", 401, "Unauthorized", {}, None)  # type: ignore[arg-type]
     busy = urllib.error.HTTPError("http://x", 503, "Service Unavailable", {}, None)  # type: ignore[arg-type]
-    assert not reward_process.is_connection_error(refused)
-    assert reward_process.is_connection_error(busy)
+    assert not retries.is_connection_error(refused)
+    assert retries.is_connection_error(busy)

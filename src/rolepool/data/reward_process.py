@@ -1,14 +1,13 @@
 """Runs the user's reward functions in child processes, because only another process can be stopped in any state.
 
-Owns such children, how many calls are made at the same time, the time limit of a call, which failures are tried again,
-and what happens to samples that fail. Does not know what a function computes. A child is forked and kept, so that it
-has everything that the function's file has loaded.
+Owns such children, how many calls are made at the same time, the time limit of a call, and what happens to samples that
+fail. Does not know what a function computes. A child is forked and kept, so that it has everything that the function's
+file has loaded.
 """
 
 import asyncio
 import math
 import pickle
-import random
 import select
 import sys
 import time
@@ -19,18 +18,15 @@ from multiprocessing.connection import Connection
 
 from rolepool.config.run_keys import CustomRewardFunctionConfig
 from rolepool.data.child_process import ChildProcess
+from rolepool.data.retries import Retries
 from rolepool.data.reward_signatures import Row
-from rolepool.data.rewards import FAILED, Call, RewardError, RewardFunction, SampleError, Scored
+from rolepool.data.rewards import FAILED, Call, Outcome, RewardError, RewardFunction, SampleError, Scored
 from rolepool.errors import logger
 
 ASYNC_CALLS = 64
 """How many calls of an async function are made at the same time if the key is not set."""
 GRACE_S = 5.0
 """How long the child of an async function may be late with stopping a call."""
-
-
-Outcome = list[Scored] | RewardError
-"""The scores of the rows of one call, or why it failed."""
 
 
 class _Scorer(ChildProcess):
@@ -64,11 +60,16 @@ class _Scorer(ChildProcess):
         if self._pid is None:
             self._start_child()
         self._unfinished = dict(calls)
-        self._channel.send(list(calls.items()))
+        try:
+            self._channel.send(list(calls.items()))
+        except OSError:  # it died just now
+            self._end_child()
+            self._start_child()
+            self._channel.send(list(calls.items()))
         self._deadline_s = time.monotonic() + self._silence_s
 
     def receive(self) -> tuple[int, Outcome]:
-        """The next outcome and the number of its call. Raises EOFError if the child has ended."""
+        """The next outcome and the number of its call. Raises EOFError or OSError if the child has ended."""
         number, outcome = self._channel.recv()
         del self._unfinished[number]
         self._deadline_s = time.monotonic() + self._silence_s
@@ -102,7 +103,7 @@ class _Scorer(ChildProcess):
             loop.run_until_complete(self._make_calls(channel.recv(), send))
 
     def _outcome(self, call: Call) -> Outcome:
-        retries = _Retries(self._keys)
+        retries = Retries(self._keys)
         while True:
             outcome = self._attempt(call)
             wait_s = retries.wait_after(outcome)
@@ -129,7 +130,7 @@ class _Scorer(ChildProcess):
 
     async def _outcome_async(self, call: Call) -> Outcome:
         """The same as `_outcome`, within the time limit."""
-        retries = _Retries(self._keys)
+        retries = Retries(self._keys)
         try:
             async with asyncio.timeout(self._keys.timeout_s):
                 while True:
@@ -139,7 +140,7 @@ class _Scorer(ChildProcess):
                         return retries.explained(outcome)
                     await asyncio.sleep(wait_s)
         except TimeoutError:
-            return self._function.failure(self._too_slow, call)
+            return self._function.failure(_too_slow(self._keys), call)
         except asyncio.CancelledError:
             return self._function.failure("the function has cancelled itself", call)
 
@@ -149,9 +150,42 @@ class _Scorer(ChildProcess):
         except RewardError as error:
             return error
 
+
+class _Round:
+    """The calls for one batch of responses."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.outcomes: dict[int, Outcome] = {}
+        self._num_calls = len(calls)
+        self._waiting = dict(enumerate(calls))
+        self._suspects: dict[int, Call] = {}
+        """Calls of which one has stopped or ended its child. They are repeated, each alone in a child."""
+
     @property
-    def _too_slow(self) -> str:
-        return f"no score after custom_reward_function.timeout_s={self._keys.timeout_s:g}"
+    def is_over(self) -> bool:
+        return len(self.outcomes) == self._num_calls
+
+    def next_calls(self, num_children: int) -> dict[int, Call]:
+        """The calls that one of the children gets next, by number; none if others have got them all."""
+        if self._suspects:
+            return _take(self._suspects, 1)
+        portion = len(self._waiting)
+        if num_children > 1:  # so few that no child has many calls left when the others have none
+            portion = max(1, portion // (2 * num_children))
+        return _take(self._waiting, portion)
+
+    def take_back(self, begun: dict[int, Call], others: dict[int, Call]) -> dict[int, Call]:
+        """The calls of a child that has ended. Returns the one that has ended it, if it was the only one."""
+        self._waiting = dict(sorted((self._waiting | others).items()))
+        if len(begun) == 1:
+            return begun
+        self._suspects |= begun
+        return {}
+
+
+def _take(calls: dict[int, Call], count: int) -> dict[int, Call]:
+    """Remove the first calls and return them."""
+    return {number: calls.pop(number) for number in list(islice(calls, count))}
 
 
 class ScoringProcesses:
@@ -193,52 +227,44 @@ class ScoringProcesses:
 
     def _outcomes(self, calls: Sequence[Call]) -> list[Outcome]:
         """What each call returned, in the order of the calls. With on_error=abort, the first error is raised."""
-        outcomes: dict[int, Outcome] = {}
-        waiting = dict(enumerate(calls))
-        suspects: dict[int, Call] = {}
-        """Calls of which one has ended or stopped its child. They are repeated, each alone in a child."""
-
-        def store(number: int, outcome: Outcome) -> None:
-            if isinstance(outcome, RewardError) and not (self._is_tolerant and isinstance(outcome, SampleError)):
-                raise outcome
-            outcomes[number] = outcome
-
-        def end(child: _Scorer, problem: str | None = None) -> None:
-            nonlocal waiting
-            reason, begun, others = child.end()
-            waiting = dict(sorted((waiting | others).items()))
-            if len(begun) > 1:
-                suspects.update(begun)
-                return
-            for number, call in begun.items():
-                what = problem or f"the function ended its process ({reason})"
-                store(number, self._function.failure(what, call))
-
-        while len(outcomes) < len(calls):
+        current = _Round(calls)
+        while not current.is_over:
             for child in self._children:
-                if child.is_idle and (suspects or waiting):
-                    child.begin(_take(suspects, 1) if suspects else _take(waiting, self._portion(len(waiting))))
+                next_calls = current.next_calls(len(self._children)) if child.is_idle else {}
+                if next_calls:
+                    child.begin(next_calls)
             busy = [child for child in self._children if not child.is_idle]
             for child in _ready(busy):
-                try:
-                    store(*child.receive())
-                except EOFError:
-                    end(child)
+                self._receive(child, current)
             for child in busy:
                 if not child.is_idle and child.left_s <= 0:
-                    end(child, self._why_stopped)
-        return [outcomes[number] for number in range(len(calls))]
+                    self._end(child, current, self._why_stopped)
+        return [current.outcomes[number] for number in range(len(calls))]
 
-    def _portion(self, num_waiting: int) -> int:
-        """How many calls a child gets at once: all if it is the only one, or else few enough that no child has calls
-        left when the others have none."""
-        if len(self._children) == 1:
-            return num_waiting
-        return max(1, num_waiting // (2 * len(self._children)))
+    def _receive(self, child: _Scorer, current: _Round) -> None:
+        try:
+            number, outcome = child.receive()
+        except (EOFError, OSError):
+            self._end(child, current)
+        else:
+            self._store(current, number, outcome)
+
+    def _end(self, child: _Scorer, current: _Round, problem: str | None = None) -> None:
+        """End a child that a call holds up, or that has ended by itself."""
+        reason, begun, others = child.end()
+        for number, call in current.take_back(begun, others).items():
+            what = problem or f"the function ended its process ({reason})"
+            self._store(current, number, self._function.failure(what, call))
+
+    def _store(self, current: _Round, number: int, outcome: Outcome) -> None:
+        """Keep the outcome of a call. Raises it if it is an error that ends the run."""
+        if isinstance(outcome, RewardError) and not (self._is_tolerant and isinstance(outcome, SampleError)):
+            raise outcome
+        current.outcomes[number] = outcome
 
     @property
     def _why_stopped(self) -> str:
-        why = f"no score after custom_reward_function.timeout_s={self._keys.timeout_s:g}"
+        why = _too_slow(self._keys)
         if self._function.is_async:
             why += " (the function blocks: inside async def, wait with await, or use asyncio.to_thread)"
         return why
@@ -253,9 +279,8 @@ def calls_at_once(function: RewardFunction, keys: CustomRewardFunctionConfig, ra
     return max(num_calls + int(rank < num_left), 1)
 
 
-def _take(calls: dict[int, Call], count: int) -> dict[int, Call]:
-    """Remove the first calls and return them."""
-    return {number: calls.pop(number) for number in list(islice(calls, count))}
+def _too_slow(keys: CustomRewardFunctionConfig) -> str:
+    return f"no score after custom_reward_function.timeout_s={keys.timeout_s:g}"
 
 
 def _ready(children: Sequence[_Scorer]) -> list[_Scorer]:
@@ -266,76 +291,3 @@ def _ready(children: Sequence[_Scorer]) -> list[_Scorer]:
     wait_s = max(min(child.left_s for child in children), 0.0)
     ready = {fd for fd, _ in arrival.poll(math.ceil(wait_s * 1000))}
     return [child for child in children if child.fileno() in ready]
-
-
-# --- connections --------------------------------------------------------------------------------------------------
-
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 8.0
-"""The wait after the first attempt, which doubles with each attempt, and its limit."""
-CONNECTION_ERRORS = (
-    "aiohttp.ClientConnectionError",
-    "aiohttp.ClientPayloadError",
-    "anthropic.APIConnectionError",
-    "http.HTTPException",
-    "httpx.TransportError",
-    "httpx2.TransportError",
-    "openai.APIConnectionError",
-    "requests.ConnectionError",
-    "requests.Timeout",
-    "urllib.URLError",
-    "urllib3.HTTPError",
-)
-"""Errors of libraries, by package and class, which need not be installed."""
-BUSY_STATUS = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP status codes after which the same request may succeed."""
-
-
-class _Retries:
-    """The attempts to make one call."""
-
-    _jitter = random.Random()
-    """Not the generator of the function, whose numbers must not depend on connections."""
-
-    def __init__(self, keys: CustomRewardFunctionConfig) -> None:
-        self._keys, self._num_attempts = keys, 0
-        self._begin_s = self._attempt_s = time.monotonic()
-
-    def wait_after(self, outcome: Outcome) -> float | None:
-        """How long to wait before the next attempt; None if there is none. There is one if the call failed at a
-        connection and if another attempt that takes as long would end within the time limit."""
-        now_s = time.monotonic()
-        wait_s = min(FIRST_WAIT_S * 2**self._num_attempts, LONGEST_WAIT_S) * self._jitter.uniform(0.75, 1.25)
-        self._num_attempts += 1
-        next_end_s = now_s + wait_s + (now_s - self._attempt_s)
-        self._attempt_s = now_s + wait_s
-        if not isinstance(outcome, SampleError) or not is_connection_error(outcome.__cause__):
-            return None
-        is_last = self._num_attempts > self._keys.retries or next_end_s > self._begin_s + self._keys.timeout_s
-        return None if is_last else wait_s
-
-    def explained(self, outcome: Outcome) -> Outcome:
-        """The outcome. An error after several attempts says how many there were."""
-        if isinstance(outcome, SampleError) and self._num_attempts > 1:
-            return SampleError(f"{outcome} (tried {self._num_attempts} times)")
-        return outcome
-
-
-def is_connection_error(error: BaseException | None) -> bool:
-    """Whether the same call may succeed later: a connection failed, or a server has answered that it is busy."""
-    if error is None:
-        return False
-    status = _status_of(error)
-    if status is not None:
-        return status in BUSY_STATUS
-    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-    return isinstance(error, ConnectionError | TimeoutError) or not kinds.isdisjoint(CONNECTION_ERRORS)
-
-
-def _status_of(error: BaseException) -> int | None:
-    """The HTTP status code that an error of a library for HTTP has, under one of the usual names."""
-    response = getattr(error, "response", None)
-    for holder, name in ((error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")):
-        status = getattr(holder, name, None)
-        if isinstance(status, int):
-            return status
-    return None

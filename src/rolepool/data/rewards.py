@@ -57,6 +57,8 @@ class Reward(Protocol):
 
 Call = Sequence[Row]
 """The rows of one call of a function: one row, or a whole batch."""
+Outcome = list[Scored] | RewardError
+"""The scores of the rows of one call, or why it failed."""
 
 
 class RewardFunction:
