@@ -7,6 +7,23 @@ from pathlib import Path
 from rolepool.config.loading import show
 from rolepool.config.schema import Key, all_keys
 
+SHORTER = {
+    "true or false": "boolean",
+    "an integer": "integer",
+    "a number": "number",
+    "a mapping, such as {name: value}": "mapping",
+    "a list, each ": "list of ",
+    "a pair, each number ": "pair of numbers ",
+    "one of ": "",
+    ", at least ": " ≥ ",
+    ", greater than ": " > ",
+    ", at most ": ", ≤ ",
+    ", less than ": ", < ",
+    "≥ 0, ≤ 1": "from 0 to 1",
+    " or null": ", null",
+}
+"""Types are written with symbols here, because the page repeats them in every row."""
+
 
 def markdown() -> str:
     """The page."""
@@ -20,15 +37,18 @@ def markdown() -> str:
         "`key=value`. `rolepool config` prints every key with its value, `rolepool config KEY` explains one.",
         "",
         "`rolepool plan` and `rolepool config` accept keys that are not implemented yet; `rolepool train` stops with",
-        "an error if one of them is set to another value than the one that works.",
+        "an error if one of them is set to another value than the one that works. A key without a type is true or",
+        "false.",
     ]
     heading = None
+    first_with: dict[str, str] = {}
     for key in all_keys().values():
         section = _heading_of(key)
         if section != heading:
             heading = section
-            lines.extend(["", f"## {section}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"])
-        lines.append(_row(key))
+            lines.extend(["", f"## {section}", "", "| key | default (type) | meaning |", "| --- | --- | --- |"])
+        same = first_with.setdefault(key.doc, key.path)
+        lines.append(_row(key, key.doc if same == key.path else f"see `{same}`"))
     return "\n".join(lines) + "\n"
 
 
@@ -37,9 +57,21 @@ def _heading_of(key: Key) -> str:
     return f"{first}.{second}" if first == "actor_rollout_ref" else first
 
 
-def _row(key: Key) -> str:
-    cells = [f"`{key.path}`", key.type_text, f"`{show(key.default)}`", key.doc]
+def _row(key: Key, meaning: str) -> str:
+    cells = [f"`{key.path}`", f"`{show(key.default)}`{_type_in_brackets(key)}", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type_in_brackets(key: Key) -> str:
+    """The type, except for what the default shows."""
+    text = key.type_text
+    if text == "true or false" and key.default in (True, False):
+        return ""
+    for words, symbols in SHORTER.items():
+        text = text.replace(words, symbols)
+    if key.default is None:
+        text = text.removesuffix(", null")
+    return f" ({text})"
 
 
 if __name__ == "__main__":

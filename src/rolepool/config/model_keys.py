@@ -36,7 +36,7 @@ class FsdpConfig(RefFsdpConfig):
     optimizer_offload: bool = False
     """Keep the role's optimizer states in host memory except during its update."""
     fsdp_size: CountOrMinusOne = -1
-    """Number of ranks that one copy of the weights is sharded over; -1 uses the whole pool. Must divide the pool."""
+    """Number of ranks that share one copy of the weights; must divide the pool. -1 uses the whole pool."""
 
 
 class OptimConfig(Section):
@@ -47,11 +47,11 @@ class OptimConfig(Section):
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """AdamW's two decay rates."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
-    """Linear warm-up steps, counted from the first step that updates the role; -1 uses lr_warmup_steps_ratio."""
+    """Linear warm-up steps, from the first step that updates the role; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Ratio = 0.0
     """Warm-up as a fraction of the steps that update the role; used if lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """Learning rate schedule after warm-up; cosine covers the steps that update the role."""
+    """Schedule after warm-up; cosine covers the steps that update the role."""
     min_lr_ratio: Ratio = 0.0
     """Final learning rate of the cosine schedule, as a fraction of lr."""
 
@@ -65,9 +65,9 @@ class PolicyModelConfig(Section):
     path: str | None = None
     """Model of actor, rollout and reference: a folder in Hugging Face format, or a hub id."""
     tokenizer_path: str | None = None
-    """Folder or hub id of the tokenizer and its chat template; null uses those in the model's folder."""
+    """Folder or hub id of the tokenizer and its chat template; null uses the model's."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows if it does."""
+    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows this."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     trust_remote_code: bool = False
@@ -87,18 +87,18 @@ class PolicyModelConfig(Section):
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = "vanilla"
-    """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or a function of your
-    own as module:function (docs/extending.md). gspo follows loss_agg_mode, too; its authors use seq-mean-token-mean.
-    geo_mean always uses the mean over sequences, not loss_agg_mode.
-    clip_cov and kl_cov compare the tokens of one micro-batch, so their results depend on the size of micro-batches."""
+    """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or your own
+    module:function (docs/extending.md). All follow loss_agg_mode, except for geo_mean, which uses the mean over
+    sequences; the authors of gspo use seq-mean-token-mean. clip_cov and kl_cov compare the tokens of one micro-batch,
+    so their results depend on its size."""
     clip_cov_ratio: Fraction = 0.0002
-    """Fraction of the tokens of a micro-batch whose loss clip_cov removes; at least one token."""
+    """Fraction of a micro-batch's tokens whose loss clip_cov removes; at least one token."""
     clip_cov_lb: float = 1.0
-    """Only tokens with a covariance above this value can be removed by clip_cov."""
+    """Lower limit of the covariance of tokens that clip_cov removes."""
     clip_cov_ub: float = 5.0
-    """Only tokens with a covariance below this value can be removed by clip_cov."""
+    """Upper limit of the covariance of tokens that clip_cov removes."""
     kl_cov_ratio: Fraction = 0.0002
-    """Fraction of the tokens of a micro-batch to which kl_cov adds a KL term; at least one token."""
+    """Fraction of a micro-batch's tokens to which kl_cov adds a KL term; at least one token."""
     ppo_kl_coef: NonNegative = 0.1
     """Weight of the KL term of kl_cov."""
 
@@ -107,8 +107,8 @@ class ActorConfig(Section):
     strategy: Literal["fsdp2"] = "fsdp2"
     """How the weights are sharded over the pool."""
     ppo_mini_batch_size: Count = 256
-    """Prompts in one optimizer step, over all ranks (each has rollout.n sequences). If 256 does not divide
-    data.train_batch_size, the default is its largest divisor below 256."""
+    """Prompts in one optimizer step, over all ranks; each has rollout.n sequences. If 256 does not divide
+    data.train_batch_size, the default is the largest divisor below 256."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     use_dynamic_bsz: bool = False
@@ -129,20 +129,20 @@ class ActorConfig(Section):
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Limit of dual-clip PPO for tokens with negative advantage."""
     loss_agg_mode: LossAggregation = "token-mean"
-    """How token losses are aggregated into one number. token-sum does not divide by anything."""
+    """How token losses become one number. token-sum does not divide by anything."""
     loss_scale_factor: Positive | None = None
     """Divisor of loss_agg_mode=seq-mean-token-sum-norm; null uses data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
-    """Add a KL term against the reference to the loss. This needs the ref role."""
+    """Add a KL term against the reference to the loss; needs the ref role."""
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term of the loss. low_var_kl is capped at 10 per token; a capped token has no gradient. With
-    a + at the end, as in k3+, an estimator keeps its value and has the gradient of k2."""
+    """Estimator of the KL term. low_var_kl is capped at 10 per token, and a capped token has no gradient. With a + at
+    the end, as in k3+, an estimator has the gradient of k2."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     optim: OptimConfig
     fsdp_config: FsdpConfig
 
@@ -179,41 +179,40 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Generate conversations of several turns with the environment of environment.name."""
     max_assistant_turns: Count | None = None
-    """Largest number of turns of the model in a conversation; null sets no limit. data.max_response_length limits the
-    tokens of all turns and of what the environment adds between them."""
+    """Most turns of the model in a conversation; null sets no limit. data.max_response_length limits the tokens of all
+    turns and of what the environment adds."""
     max_turn_tokens: Count | None = None
-    """Largest number of tokens of one turn of the model; null sets no limit."""
+    """Most tokens of one turn of the model; null sets no limit."""
     max_user_turns: Count | None = None
-    """Largest number of turns of the environment, which answer tool calls; null sets no limit."""
+    """Most turns of the environment, which answer tool calls; null sets no limit."""
     max_tool_response_length: Count = 256
-    """Largest number of characters of a tool's answer; the middle of a longer one is removed."""
+    """Most characters of a tool's answer; the middle of a longer one is removed."""
     format: FormatName = "hermes"
-    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a
-    function of your own as module:function, from the text of a turn to a list of (name, arguments)."""
+    """How tool calls are written: hermes, which is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or your
+    own module:function, from the text of a turn to a list of (name, arguments)."""
 
 
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in an
-    environment of its own), or a class of your own as module:class (docs/extending.md). sglang and trtllm can be
-    planned, but not trained yet: set fallback."""
+    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in its own
+    environment), or your own module:class (docs/extending.md). sglang and trtllm can be planned, but need fallback to
+    train."""
     fallback: Literal["native"] | None = None
-    """The engine to use in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
+    """The engine in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
     engine_kwargs: EngineKwargsConfig
     vllm_python: str = ".venv-vllm/bin/python"
     """The Python of vLLM's environment, which scripts/setup_vllm.sh makes; used if name is vllm."""
     parity_check: bool | None = None
     """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
-    for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature that is not 1,
-    because the actor computes softmax(logits / temperature)."""
+    for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature other than 1."""
     parity_limit: Positive | None = None
     """Largest mean difference of these log-probs; null is 0.0001 on CPU slots (float32) and 0.05 on GPUs (16 bits)."""
     n: Count = 1
-    """Number of responses to each prompt. Estimators such as grpo and rloo compare them, so they need at least 2."""
+    """Number of responses to each prompt; grpo, rloo and others compare them and need at least 2."""
     temperature: NonNegative = 1.0
     """Sampling temperature; must be greater than 0."""
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens whose total probability exceeds this value."""
+    """Sample from the fewest tokens whose total probability exceeds this value."""
     top_k: CountOrMinusOne = -1
     """Sample from the k most likely tokens; -1 uses all tokens."""
     do_sample: bool = True
@@ -221,13 +220,13 @@ class RolloutConfig(Section):
     ignore_eos: bool = False
     """Ignore end tokens and always generate max_response_length tokens."""
     stop_token_ids: Items[CountOrZero] = ()
-    """Further tokens that end a response, in addition to the end tokens of the tokenizer, config.json and
-    generation_config.json. `rolepool plan` shows all of them."""
+    """Tokens that end a response, in addition to the end tokens of the tokenizer, config.json and
+    generation_config.json; `rolepool plan` shows all."""
     tensor_model_parallel_size: Count = 1
-    """Number of ranks that share one copy of the rollout's weights. Must divide the pool's processes on each node,
-    and the model's heads."""
+    """Number of ranks that share one copy of the rollout's weights; must divide the pool's processes on each node, and
+    the model's heads."""
     gpu_memory_utilization: Fraction = 0.5
-    """Fraction of the GPU's memory (of the pool's share) for the rollout's weights and KV cache. Not used on CPU."""
+    """Fraction of the GPU's memory (or of the pool's share) for the rollout's weights and KV cache; not used on CPU."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch of the actor's compute_log_prob on one GPU; null chooses a size that fits."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
@@ -239,9 +238,9 @@ class RolloutConfig(Section):
     free_cache_engine: bool = True
     """Free the KV cache while the rollout is idle."""
     calculate_log_probs: bool = False
-    """Return log-probs of sampled tokens, for the metrics `training/rollout_probs_diff_*` against the actor's."""
+    """Return log-probs of sampled tokens, for the metrics `training/rollout_probs_diff_*`."""
     max_num_seqs: Count = 1024
-    """Most sequences that are generated at the same time by one copy of the weights."""
+    """Most sequences that one copy of the weights generates at the same time."""
     max_num_batched_tokens: Count = 8192
     """Most prompt tokens in one prefill micro-batch."""
     val_kwargs: ValKwargs
@@ -274,7 +273,7 @@ class CriticModelConfig(Section):
     path: str | None = follows("actor_rollout_ref.model.path")
     """Model folder or hub id whose trunk initializes the critic; a value head is added."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows if it does."""
+    """Recompute activations in the backward pass if they do not fit on the GPU; `rolepool plan` shows this."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding."""
     fsdp_config: FsdpConfig
@@ -282,12 +281,11 @@ class CriticModelConfig(Section):
 
 class CriticConfig(Section):
     enable: bool | None = None
-    """Train a critic; null trains one if algorithm.adv_estimator needs it. Set true if your own module:function needs
-    values."""
+    """Train a critic; null trains one if algorithm.adv_estimator needs it. Set true if your own one needs values."""
     model: CriticModelConfig
     optim: CriticOptimConfig
     ppo_mini_batch_size: Count = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
-    """Prompts in one optimizer step, over all ranks (each has rollout.n sequences)."""
+    """Prompts in one optimizer step, over all ranks; each has rollout.n sequences."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
@@ -305,17 +303,17 @@ class CriticConfig(Section):
     cliprange_value: NonNegative = 0.5
     """Clip range of new values around the old ones."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     loss_agg_mode: LossAggregation = follows("actor_rollout_ref.actor.loss_agg_mode")
-    """How token losses are aggregated into one number."""
+    """How token losses become one number."""
 
 
 class RewardModelModelConfig(Section):
     path: str | None = None
     """Sequence-classification model folder or hub id that scores whole responses."""
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
-    """Folder or hub id of the tokenizer that decodes responses, which is the policy's. If the reward model has another
-    tokenizer or chat template, texts are tokenized again for it. null sends it the policy's tokens in any case."""
+    """Folder or hub id of the policy's tokenizer. If the reward model has another tokenizer or chat template, texts are
+    tokenized again for it. null always sends it the policy's tokens."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Allow code from the reward model's folder to run."""
 
@@ -327,8 +325,8 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     max_length: Count | None = None
-    """Score only the last N tokens of prompt and response; null scores all. A text that is tokenized again for the
-    reward model never has more than data.max_prompt_length + data.max_response_length tokens: the last ones."""
+    """Score only the last N tokens of prompt and response; null scores all, or the last data.max_prompt_length +
+    data.max_response_length of a text that is tokenized again."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Limit micro-batches by tokens (forward_max_token_len_per_gpu), not by sequences."""
     forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
@@ -337,20 +335,19 @@ class RewardModelConfig(Section):
 
 class OverlongBufferConfig(Section):
     enable: bool = False
-    """Subtract a penalty from the score of a response that is almost as long as max_resp_len, or longer. Needs
-    reward_model.reward_manager=dapo."""
+    """Subtract a penalty from the scores of long responses; needs reward_model.reward_manager=dapo."""
     len: Annotated[int, Field(ge=0)] = 0
     """The penalty begins this number of tokens before max_resp_len and grows linearly."""
     penalty_factor: NonNegative = 0.0
     """The penalty of a response with max_resp_len tokens."""
     log: bool = False
-    """Log the penalty as reward/overlong_reward/mean, and the fraction of such responses as reward/overlong/mean."""
+    """Log the penalty as reward/overlong_reward/mean and the fraction of such responses as reward/overlong/mean."""
 
 
 class RewardKwargsConfig(Section):
     overlong_buffer_cfg: OverlongBufferConfig
     max_resp_len: Count = follows("data.max_response_length")
-    """Number of response tokens at which the penalty for overlong responses is penalty_factor."""
+    """Number of response tokens at which the penalty is penalty_factor."""
 
 
 def _known_manager(name: Any) -> Any:
@@ -364,8 +361,8 @@ class MainRewardModelConfig(RewardModelConfig):
     """The section `reward_model`, which has keys for rewards without a model, too."""
 
     reward_manager: Annotated[Literal["naive", "batch", "prime", "dapo"], BeforeValidator(_known_manager)] = "naive"
-    """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for overlong
-    responses (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg switches on. verl's names batch and prime
-    mean the same as naive, because the parameters of a function say whether it gets a whole batch, and
-    custom_reward_function.max_concurrency says how many responses are scored at the same time."""
+    """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for long responses
+    (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg sets. verl's batch and prime mean the same as naive:
+    the parameters of a function say whether it gets a whole batch, and custom_reward_function.max_concurrency how many
+    responses are scored at the same time."""
     reward_kwargs: RewardKwargsConfig

@@ -17,7 +17,7 @@ class DataConfig(Section):
     train_files: Items[str] = ()
     """Parquet or JSONL files with training prompts, or Hugging Face datasets as hf:NAME:SPLIT (docs/training.md)."""
     val_files: Items[str] = ()
-    """Parquet or JSONL files with validation prompts, or Hugging Face datasets as hf:NAME:SPLIT."""
+    """Parquet or JSONL files with validation prompts, or hf:NAME:SPLIT."""
     train_batch_size: Count = 1024
     """Prompts in one training step, over all ranks."""
     val_batch_size: Count | None = None
@@ -39,8 +39,7 @@ class DataConfig(Section):
     answer_key: str | None = None
     """Name of the column with the ground truth; null uses reward_model.ground_truth."""
     system_prompt: str | None = None
-    """System message at the start of every chat that does not begin with its own. A prompt that is a plain string
-    becomes a chat. null adds no message."""
+    """System message of every chat that does not begin with one. Prompts that are plain text then become chats."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the chat template of the tokenizer, for example {enable_thinking: false}."""
     train_max_samples: CountOrMinusOne = -1
@@ -57,21 +56,19 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments for the function, such as {strict: true}."""
     max_concurrency: Count | None = None
-    """How many responses are scored at the same time by functions of your own: calls of an async function, or processes
-    for any other. null means 64 calls of an async function, and one process for each 8 CPUs (at most 8). A function for
-    whole batches is called once for each batch, and this number is not used."""
+    """How many responses your functions score at the same time: calls of an async function (null: 64), or processes for
+    any other (null: one for each 8 CPUs, at most 8). Not used for a function that takes whole batches."""
     timeout_s: Positive = 60.0
-    """Longest time in seconds for one call of a function of your own: for one response, or for a batch if the function
-    takes whole batches. Retries are included. A function that takes longer is stopped, also if it is inside C code, and
-    its responses count as failed."""
+    """Longest time in seconds for one call of your function (one response, or one batch), including retries. A call
+    that takes longer is stopped, also inside C code, and its responses count as failed."""
     retries: CountOrZero = 3
-    """How often a call of a function of your own is repeated if it fails because of a connection: connections that
-    fail or time out, and HTTP status 408, 425, 429, 500, 502, 503 and 504. The first wait is about 0.5 s; it doubles up
-    to 8 s. There is no attempt that timeout_s would stop."""
+    """How often a call of your function is repeated after a connection failed or timed out, or after HTTP status 408,
+    425, 429, 500, 502, 503 or 504. The wait is about 0.5 s and doubles up to 8 s. There is no attempt that timeout_s
+    would stop."""
     on_error: Literal["abort", "zero"] = "abort"
-    """What to do if a function of your own raises an error or takes too long: end the run (abort), or give the response
-    score 0 (zero), log the first one of each batch, and count them in reward/failed/mean. A result that is not a finite
-    number always ends the run."""
+    """If your function raises an error or takes too long: end the run (abort), or give the response score 0 (zero), log
+    the first one of each batch, and count them in reward/failed/mean. A result that is not a finite number always ends
+    the run."""
 
 
 class RewardFunctionConfig(Section):
@@ -88,23 +85,23 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     functions: Items[RewardFunctionConfig] = ()
-    """Functions that score every row, whatever its data_source: built-in rules and functions of your own, such as
-    [last_number, {function: my.py:brevity, weight: 0.1}] (docs/rewards.md). The score is their weighted sum. An empty
-    list uses the built-in rule for the row's data_source."""
+    """Built-in rules and your own functions whose weighted sum is the score of every row, such as
+    [last_number, {function: my.py:brevity, weight: 0.1}] (docs/rewards.md). An empty list uses the built-in rule for
+    the row's data_source."""
 
 
 class EnvironmentConfig(Section):
     path: str | None = None
     """Python file with the environment; null imports the module that environment.name begins with."""
     name: str | None = None
-    """The environment for actor_rollout_ref.rollout.multi_turn: a class with tools, or an async function (see
-    docs/environments.md). It is a name in the file of environment.path, or module:name."""
+    """The environment for conversations (docs/environments.md), a class with tools or an async function: a name in the
+    file of environment.path, or module:name."""
     timeout_s: Positive = 10.0
-    """Longest time in seconds for one call of a tool. A tool that takes longer is stopped, and the model reads that."""
+    """Longest time in seconds for one call of a tool; then it is stopped, and the model is told."""
     memory_gb: Positive = 1.0
-    """Memory in GiB that a tool may use in addition to what its process has when it starts."""
+    """Memory in GiB that a tool may use in addition to that of its process at the start."""
     num_processes: Count = 4
-    """Number of processes for tools on each rank of the rollout. Each runs one tool at a time."""
+    """Number of processes for tools on each rank of the rollout; each runs one tool at a time."""
 
 
 class KlCtrlConfig(Section):
@@ -113,7 +110,7 @@ class KlCtrlConfig(Section):
     kl_coef: NonNegative = 0.001
     """Coefficient of the KL penalty in the reward; the initial one if adaptive."""
     horizon: Count = 10_000
-    """Number of sequences over which the adaptive controller reacts; larger is slower."""
+    """Sequences over which the adaptive controller reacts; larger is slower."""
     target_kl: Positive = 0.1
     """Target KL of the adaptive controller."""
 
@@ -121,14 +118,14 @@ class KlCtrlConfig(Section):
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimatorName = "gae"
     """How advantages are estimated: gae (which needs a critic), grpo, grpo_passk, rloo, opo, gpg, remax,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, or a function of your own as module:function (docs/extending.md).
-    grpo_vectorized and rloo_vectorized are the same as grpo and rloo."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, or your own module:function (docs/extending.md). grpo_vectorized
+    and rloo_vectorized mean grpo and rloo."""
     gamma: Ratio = 1.0
     """Discount factor per token."""
     lam: Ratio = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = False
-    """Subtract a KL penalty against the reference from the reward. This needs the ref role."""
+    """Subtract a KL penalty against the reference from the reward; needs the ref role."""
     kl_penalty: KlEstimator = "kl"
     """Estimator of the KL penalty in the reward."""
     kl_ctrl: KlCtrlConfig
@@ -140,8 +137,8 @@ class TrainerConfig(Section):
     nnodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """Number of nodes."""
     n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = Field(default=None)  # type: ignore[assignment]
-    """Number of GPUs used on every node; without GPUs, the number of CPU processes. null uses all GPUs of this machine,
-    or without GPUs as many processes as it has CPU cores (a power of two, at most 8)."""
+    """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or without GPUs as many
+    processes as it has CPU cores (a power of two, at most 8)."""
     total_epochs: Count = 30
     """Number of passes over the training prompts."""
     total_training_steps: Count | None = None
@@ -151,8 +148,8 @@ class TrainerConfig(Section):
     experiment_name: str = "default"
     """Name of the run."""
     logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow", "file"]] = ("console",)
-    """Where metrics are logged, in addition to metrics.jsonl and train.log in the run folder. console prints one short
-    line for each step, verl prints the long line of train.log, with all metrics. file means metrics.jsonl."""
+    """Where metrics are logged, in addition to metrics.jsonl and train.log in the run folder. console prints a short
+    line for each step, verl the line of train.log with all metrics. file means metrics.jsonl."""
     save_freq: CountOrMinusOne | None = None
     """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
     test_freq: CountOrMinusOne | None = None
@@ -164,20 +161,20 @@ class TrainerConfig(Section):
     critic_warmup: CountOrZero = 0
     """Number of steps at the start that train only the critic."""
     snapshot_freq: CountOrMinusOne = 1
-    """Copy the state of trained models to shared memory every N steps. If a process dies, training goes on from the
-    last copy. -1 makes no copies: training then goes on from the last checkpoint."""
+    """Copy the state of trained models to shared memory every N steps. If a process dies, training resumes from the
+    last copy, or with -1 from the last checkpoint."""
     max_restarts: CountOrZero = 3
     """How often in a row, without a completed step in between, dead processes are replaced before the run ends with an
-    error. 0 ends the run at the first death. A driver that was killed, or whose Ray died, is started again as often. It
-    resumes from the newest checkpoint of this run, or begins again if there is none (docs/training.md)."""
+    error. A driver that was killed, or whose Ray died, is started again as often, and resumes from the newest
+    checkpoint of this run (docs/training.md)."""
     max_bad_steps: Count = 3
     """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
     stall_timeout_s: Positive | None = None
     """Report a stall if a pool works on one call for so many seconds. null means 60 s, or five times the longest call
-    of that method so far if that is more. The first call of a method, such as loading a model, has at least 600 s."""
+    of that method so far if that is more. The first call of a method has at least 600 s."""
     on_stall: Literal["report", "restart", "abort"] = "restart"
-    """What to do after a stall is reported: nothing more (report), kill the processes that are stopped or do not
-    answer, as if they had died (restart), or end the run (abort)."""
+    """After a stall is reported: do nothing more (report), kill the processes that are stopped or do not answer
+    (restart), or end the run (abort)."""
     balance_batch: bool = True
     """Assign about the same number of tokens to every rank."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
@@ -186,16 +183,16 @@ class TrainerConfig(Section):
     resume_from_path: str | None = None
     """Checkpoint folder to resume from, with resume_mode=resume_path."""
     max_actor_ckpt_to_keep: Count | None = None
-    """Number of newest actor checkpoints to keep; null keeps all."""
+    """Newest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Count | None = None
-    """Number of newest critic checkpoints to keep; null keeps all."""
+    """Newest critic checkpoints to keep; null keeps all."""
     rollout_data_dir: str | None = None
-    """Folder for all samples of each step: N.jsonl has a line for each response of step N, with input, output, gts (the
-    ground truth), score, step, and the other numbers of the reward function. null writes none."""
+    """Folder for all samples: N.jsonl has a line for each response of step N, with input, output, gts (the ground
+    truth), score, step, and other numbers of the reward function. null writes none."""
     validation_data_dir: str | None = None
-    """Folder for all samples of each validation, in the same format. null writes none."""
+    """Folder for all samples of each validation, in the format of rollout_data_dir. null writes none."""
     log_val_generations: CountOrZero = 0
-    """Log the first N samples of each validation as a table, if trainer.logger has wandb or mlflow."""
+    """Log the first N samples of each validation as a table in wandb or mlflow."""
     default_local_dir: str = "runs/${trainer.experiment_name}"
     """The run folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -203,19 +200,18 @@ class TrainerConfig(Section):
     seed: CountOrZero = 1
     """Random seed for weights, shuffling and sampling."""
     extensions: Items[str] = ()
-    """Modules (or .py files) to import before the config is checked and in every worker process (docs/extending.md)."""
+    """Modules (or .py files) to import before the config is checked and in every process (docs/extending.md)."""
     step: StepName | None = None
-    """A step function of your own as module:function (docs/extending.md); null uses the step that
-    algorithm.adv_estimator needs."""
+    """Your own step as module:function (docs/extending.md); null uses the step that algorithm.adv_estimator needs."""
 
 
 class SplitConfig(Section):
     axis: Literal["auto", "gpu", "node"] = "auto"
-    """Split the GPUs of every node (gpu) or whole nodes (node); auto chooses gpu if each node has two GPUs or more."""
+    """Divide the GPUs of every node (gpu) or whole nodes (node); auto chooses gpu if each node has two GPUs or more."""
     actor_gpus_per_node: Count | None = None
-    """Number of GPUs per node for actor, rollout and reference; null uses half, rounded up."""
+    """GPUs per node for actor, rollout and reference; null uses half, rounded up."""
     actor_nodes: Count | None = None
-    """Number of nodes for actor, rollout and reference; null uses half, rounded up."""
+    """Nodes for actor, rollout and reference; null uses half, rounded up."""
     share: Annotated[float, Field(gt=0, le=0.5)] | None = None
     """Put both pools on the same GPUs, each with this fraction of every GPU; null gives each pool its own GPUs."""
 
@@ -273,8 +269,8 @@ class RolePoolsConfig(Section, extra="allow"):
 class PlacementConfig(Section):
     strategy: StrategyName = "standard"
     """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
-    placement.pools and placement.roles (custom), the placement that is predicted to be the best (auto), or a function
-    of your own as module:function (docs/extending.md)."""
+    placement.pools and placement.roles (custom), the placement that is predicted to be the best (auto), or your own
+    module:function (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
@@ -282,17 +278,17 @@ class PlacementConfig(Section):
     timeout_s: Positive = 60.0
     """Seconds to wait until the cluster provides the resources of the plan."""
     on_node_loss: Literal["wait", "shrink"] = "wait"
-    """What to do if a node is lost: wait placement.timeout_s for a node that replaces it (wait), or plan the pools
-    again on the nodes that are left (shrink)."""
+    """If a node is lost: wait placement.timeout_s for another one (wait), or plan the pools again on the nodes that are
+    left (shrink)."""
     mps: bool = False
     """Run CUDA MPS during the run on nodes where pools share GPUs."""
     profile: str | None = None
-    """The run folder from which strategy=auto predicts. null uses the newest one with the same models beside the run's
-    own folder; if there is none, the first steps of the run."""
+    """The run folder from which strategy=auto predicts. null uses the newest one with the same models beside the run's,
+    or else the first steps of the run."""
     rebalance: bool = False
-    """Look for a better placement while the run trains, and move there if that pays within the steps that are left."""
+    """Look for a better placement during training, and move there if that pays within the steps that are left."""
     rebalance_gain: NonNegative = 0.1
-    """The predicted gain, as a part of the step time, for which the run moves."""
+    """Least predicted gain for which the run moves, as a fraction of the step time."""
 
     @property
     def chooses(self) -> bool:
@@ -304,7 +300,7 @@ class RayInitConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one that stops with the run."""
     num_cpus: Count | None = None
-    """Number of CPUs of the local Ray; null uses one for each process of the plan, plus one, and at least 8."""
+    """CPUs of the local Ray; null uses one for each process of the plan plus one, and at least 8."""
 
 
 class RayKwargsConfig(Section):
