@@ -75,6 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, program: str, summary: str | None, words: str | None = None) -> None:
         super().__init__(prog=program, description=summary, allow_abbrev=False)
+        self._takes_overrides = words is not None
         if words is not None:
             metavar = words.replace(", ", "|").replace(" or ", "|")
             self.add_argument("words", nargs="*", metavar=metavar, help=f"{words}; overrides win over files")
@@ -82,12 +83,19 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--config-name", metavar="NAME", help="a YAML file to load first, such as ppo_trainer")
 
     def parse_intermixed_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """The same as that of argparse, but options of other trainers are answered with the keys to write."""
+        """The same as that of argparse. A program that takes overrides answers options of other trainers with the
+        overrides to write."""
         options, unknown = self.parse_known_intermixed_args(args)
         names = [word for word in unknown if word.startswith("-")] or unknown
-        hints = {name: what_to_write(name, args) for name in names}
-        problems = [f"{self.prog}: {show_option(name)}: {hint}" for name, hint in hints.items() if hint is not None]
-        unrecognized = [name for name, hint in hints.items() if hint is None]
+        problems: list[str] = []
+        unrecognized: list[str] = []
+        for name in names:
+            hint = what_to_write(name, args) if self._takes_overrides else None
+            if hint is None:
+                unrecognized.append(shown(name))
+            else:
+                option = shown(name.partition("=")[0])  # without the value, which may be a secret
+                problems.append(f"{self.prog}: {option}: {hint}")
         if unrecognized:
             what = f"unrecognized arguments: {' '.join(unrecognized)}"
             problems.append(f"{self.prog}: {what}; see `{self.prog} --help`")
@@ -98,9 +106,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
 
 
-def show_option(word: str) -> str:
-    """The name of an option without its value, which may be a secret."""
-    return word.partition("=")[0]
+def shown(word: str) -> str:
+    """A word of the command line on one line."""
+    return word if word.isprintable() else repr(word)
 
 
 def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
@@ -114,10 +122,11 @@ def what_to_write(word: str, arguments: Sequence[str]) -> str | None:
         return None
     if hint.remark:  # the value may have another meaning
         return f"is not an option; write {hint.key}=...{hint.remark}"
-    if not equals:
-        value = "".join(list(arguments)[list(arguments).index(word) + 1 :][:1])
+    if not equals:  # the value is the next word, unless that is another option or an override
+        after = list(arguments)[list(arguments).index(word) + 1 :]
+        value = after[0] if after and not after[0].startswith("-") and "=" not in after[0] else ""
     is_switch = all_keys()[hint.key].type_text == "true or false"
-    if not value or value.startswith("-") or (is_switch and value not in ("true", "false")):
+    if not value or (is_switch and value not in ("true", "false")):
         value = "true" if is_switch else "..."
     return f"is not an option; write {hint.key}={value}"
 

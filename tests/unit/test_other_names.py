@@ -96,6 +96,18 @@ def test_options_of_openrlhf_are_answered_with_the_overrides_to_write(rolepool: 
         ]
 
 
+def test_only_programs_that_take_overrides_suggest_them_and_another_setting_is_no_value(
+    rolepool: Rolepool,
+) -> None:
+    assert rolepool("report", "runs/a", "--model", "b").err == (
+        "error: rolepool report: unrecognized arguments: --model; see `rolepool report --help`\n"
+    )
+    assert rolepool("plan", "--pretrain", "trainer.nnodes=2").err == (
+        "error: rolepool plan: --pretrain: is not an option; write actor_rollout_ref.model.path=...\n"
+    )
+    assert len(rolepool("plan", "--a\nb").err.splitlines()) == 1
+
+
 def test_names_of_trl_are_answered_in_python_too() -> None:
     with pytest.raises(ConfigError) as raised:
         rp.train(num_generations=8, max_completion_length=64, data={"train_batch_size": 4, "dataset_name": "a/b"})
