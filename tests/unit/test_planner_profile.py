@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner_runs import MICRO_ROWS, PROMPT, RESPONSE, config_of, record
+from planner_runs import COSTS, MICRO_ROWS, PROMPT, RESPONSE, config_of, record, seconds_of
 
 from rolepool.errors import ConfigError, PlacementError
+from rolepool.metrics.sharding_times import ShardingTime
 from rolepool.metrics.spans import Recorded
 from rolepool.placement import build_plan
-from rolepool.placement.estimate import default_micro_batches
+from rolepool.placement.estimate import default_micro_batches, shape_of
 from rolepool.placement.roles import OPERATIONS, Role
 from rolepool.planner.predict import TENSOR_PARALLEL, Prediction, Predictor
-from rolepool.planner.profile import MAX_STEPS, Profile, Recording, Work, measured_steps
+from rolepool.planner.profile import MAX_STEPS, LinearCost, Profile, Recording, Work, measured_steps
 from rolepool.trainer.paper import schedule_of
 
 LENGTH = PROMPT + RESPONSE
@@ -211,3 +212,66 @@ def test_pools_that_shared_a_gpu_teach_how_much_of_it_they_get() -> None:
     assert predicted(both, shared).step_s == pytest.approx(measured_s(shared), rel=0.03)
     apart = replace(predicted(Profile([record("trainer.n_gpus_per_node=1")]), shared))
     assert apart.step_s > 1.1 * predicted(both, shared).step_s
+
+
+# Sharding that was measured at the start of a run
+
+MORE_ROWS = "data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=48"
+TWO_RANKS = f"trainer.n_gpus_per_node=2 trainer.device=cpu {MORE_ROWS}"
+ONE_RANK_EACH = f"{TWO_RANKS} placement.strategy=split placement.split.actor_gpus_per_node=1"
+SHARDED_PARTS = ("forward", "backward", "optimizer", "score")
+
+
+def costs_of_sharding(share: float) -> tuple[dict[str, tuple[float, ...]], list[ShardingTime]]:
+    """Costs of which sharding over two ranks adds a share to the time of each micro-batch, and what a run with these
+    costs measures with small models: a time per layer, and nothing per parameter."""
+    costs: dict[str, tuple[float, ...]] = dict(COSTS)
+    times: list[ShardingTime] = []
+    shape = shape_of(config_of(), Role.Actor)
+    piece = Work(1, MICRO_ROWS * LENGTH, MICRO_ROWS * LENGTH**2)
+    for part in SHARDED_PARTS:
+        plain = COSTS[part][:3]
+        work = Work(1) if part == "optimizer" else piece
+        added_s = share * seconds_of(work, (*plain, 0, 0, 0), 1)
+        costs[part] = (*plain, added_s, 0.0, 0.0)
+        of_small = added_s * 4 / (shape.num_layers + 1)
+        times += [ShardingTime(2, part, 4, num_params, 1.0 + of_small, 1.0) for num_params in (10**5, 10**6)]
+    return costs, times
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize(("recorded", "asked"), [(TWO_RANKS, ONE_RANK_EACH), (ONE_RANK_EACH, TWO_RANKS)])
+def test_one_size_of_pools_is_enough_if_the_cost_of_sharding_was_measured(
+    share: float, recorded: str, asked: str
+) -> None:
+    costs, times = costs_of_sharding(share)
+    truth_s = record(asked, costs=costs).step_s
+    recording = record(recorded, costs=costs)
+    found = predicted(Profile([recording._replace(sharding=times)]), asked)
+    blind = predicted(Profile([recording]), asked)
+    assert found.step_s == pytest.approx(truth_s, rel=0.1)
+    assert found.low_s < truth_s < found.high_s
+    assert found.notes == []
+    assert any("cost of collectives was not measured" in note for note in blind.notes)
+    if share >= 0.5:
+        assert abs(found.step_s - truth_s) < abs(blind.step_s - truth_s)
+
+
+def test_ranks_beyond_those_whose_sharding_was_measured_are_said_and_less_sure() -> None:
+    costs, times = costs_of_sharding(0.5)
+    profile = Profile([record(TWO_RANKS, costs=costs)._replace(sharding=times)])
+    four = predicted(profile, TWO_RANKS.replace("node=2", "node=4"))
+    assert any("what sharding costs over 4 ranks was not measured" in note for note in four.notes)
+    two = predicted(profile, TWO_RANKS)
+    assert (four.high_s - four.low_s) / four.step_s > (two.high_s - two.low_s) / two.step_s
+
+
+def test_many_steps_of_the_same_work_do_not_decide_what_a_token_costs() -> None:
+    """All calls have about 1,000 tokens, and slow minutes of the machine fall together with slightly longer rows."""
+    seen = []
+    for step in range(40):
+        is_slow = step >= 20
+        seen.append((Work(4, 1010 if is_slow else 1000), 1, 0.11 if is_slow else 0.1))
+    fit = LinearCost.fit(seen)
+    assert fit.seconds(Work(4, 1005), 1).mean == pytest.approx(0.105, rel=0.03)
+    assert fit.seconds(Work(4, 2010), 1).mean == pytest.approx(0.19, rel=0.1)

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from rolepool.cluster import launch
 from rolepool.cluster.connection import connect, raise_if_ray_died
 from rolepool.cluster.group import PendingCall, WorkerGroup, find_deaths
-from rolepool.cluster.launch import Bundles, Process, Reservation, live_nodes, outcomes, pinned_to
+from rolepool.cluster.launch import Bundles, Measure, Process, Reservation, live_nodes, outcomes, pinned_to
 from rolepool.config.run_keys import TrainerConfig
 from rolepool.errors import PlacementError, RayDiedError, WorkerError, first_few, logger, one_line
 from rolepool.files import write_atomically
@@ -141,6 +141,18 @@ class Cluster(AbstractContextManager["Cluster"]):
         for name in {*broken} - {*planned}:
             self.add_helpers(name, self.groups[name].world_size)
         return broken
+
+    def measure(self, function: Measure) -> list[Any]:
+        """Call a function in the processes of the plan, which must not have roles yet. On CPU slots all processes form
+        one process group during the call. On GPUs each pool uses its own, because new connections between GPUs take
+        memory and time; pools of one GPU are left out. Returns a result for each process group with several ranks."""
+        pools = [self.groups[name].processes for name in self.plan.pools]
+        on_cpu = self._reserved.device == "cpu"
+        if not on_cpu:
+            pools = [members for members in pools if len(members) > 1]
+        if sum(map(len, pools)) < 2:
+            return []
+        return launch.measure(pools, function, together=on_cpu)
 
     def prepare(self, plan: Plan, names: Sequence[str], workers: Sequence[str]) -> Prepared:
         """Start the processes of these pools of another plan, beside those that run, and let them import the classes of

@@ -8,7 +8,7 @@ of whole GPUs.
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,6 +138,8 @@ def _users_of(node: Node) -> str:
 # Start
 
 
+Measure = Callable[[str], Any]
+"""Gets the device of its process and may use collectives."""
 Bundles = dict[tuple[str, int], Any]
 """Where to start processes on each GPU (or CPU slot) that is reserved, by the node's id and the GPU's number."""
 
@@ -358,6 +360,26 @@ def _form_pools(reserved: Reservation, processes: dict[str, list[Process]], run_
         for process in members:
             joined[process.actor.join_pool.remote(addresses[0], secret, START_TIMEOUT_S)] = str(process), name
     await_all(joined, "meet the other ranks of its pool")
+
+
+def measure(pools: Collection[Sequence[Process]], function: Measure, *, together: bool) -> list[Any]:
+    """Call a function in every process, with the process group of its pool, or with one of all processes. Returns the
+    result of the first rank of each group."""
+    asked: dict[Any, tuple[str, str]] = {}
+    firsts: list[Any] = []
+    groups = [[process for members in pools for process in members]] if together else pools
+    for members in groups:
+        host, secret = members[0].actor.store_address.remote(), secrets.token_hex(16)
+        for rank, process in enumerate(members):
+            if together:
+                answer = process.actor.measure_together.remote(function, host, secret, rank, len(members))
+            else:
+                answer = process.actor.measure.remote(function)
+            asked[answer] = str(process), process.pool
+            if rank == 0:
+                firsts.append(answer)
+    await_all(asked, "measure what sharding costs")
+    return list(ray.get(firsts))
 
 
 def _measure_clocks(processes: Sequence[Process]) -> None:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ import ray
 import torch
 import torch.distributed as dist
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rolepool.cluster.calls import PER_DP_GROUP, pack_reply, resolve_arguments, unpack_call, without_padding
 from rolepool.cluster.mps import MpsDaemon
@@ -177,15 +177,41 @@ class WorkerProcess:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 if self._address == "127.0.0.1":
                     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        context, backend = self._context, "gloo"
         server = self._store or TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        store = PrefixStore(secret, server)
-        if context.device != "cpu":
+        self._pool_store = PrefixStore(secret, server)
+        if self._context.device != "cpu":
             torch.cuda.set_device(0)
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(
-            backend, store=store, rank=context.rank, world_size=context.world_size, timeout=COLLECTIVE_TIMEOUT
-        )
+        self._join(self._pool_store, self._context.rank, self._context.world_size)
+
+    def _join(self, store: Store, rank: int, world_size: int) -> None:
+        backend = "gloo" if self._context.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+    def store_address(self) -> tuple[str, int]:
+        """Where other processes find the store of this process, which must be rank 0 of its pool."""
+        assert self._store is not None
+        return self._address, self._store.port
+
+    def measure(self, function: Callable[[str], Any]) -> Any:
+        """Call a function with the device of this process. It may use the process group of the pool."""
+        return function(self._context.device)
+
+    def measure_together(
+        self, function: Callable[[str], Any], host: tuple[str, int], secret: str, rank: int, world_size: int
+    ) -> Any:
+        """The same with a process group of several pools, which exists only during the call. `host` has the store of
+        its rank 0. No role may use the process group of the pool yet, because it is made again."""
+        address, port = host
+        server = self._store if rank == 0 else TCPStore(address, port, is_master=False)
+        dist.destroy_process_group()
+        self._join(PrefixStore(secret, server), rank, world_size)
+        result = function(self._context.device)
+        dist.barrier()  # a rank that leaves early would break the connections of the others
+        dist.destroy_process_group()
+        # With a longer prefix, because the store still has the keys of the first time.
+        self._pool_store = PrefixStore(secret, self._pool_store)
+        self._join(self._pool_store, self._context.rank, self._context.world_size)
+        return result
 
     def add_role(
         self, name: str, worker_class: type[Worker], tp_size: int, args: Any, kwargs: Any, queued_s: float

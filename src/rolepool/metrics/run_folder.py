@@ -20,13 +20,14 @@ from typing import Any, Literal, NamedTuple
 from rolepool.config import Config
 from rolepool.errors import ConfigError, explained, logger
 from rolepool.files import atomic_path, write_atomically
+from rolepool.metrics.sharding_times import SHARDING_FILE
 from rolepool.metrics.spans import Recorded
 from rolepool.placement.plan import Plan, PlanHistory, PlannedSteps, Schedule
 from rolepool.reading import Number, lines_within, open_regular, parse_json, read_small
 
 RUN_FILES: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "spans.jsonl", "monitor.jsonl", "train.log")
 RUN_FILES += ("report.html", "tensorboard", "validation", "training_responses", "checkpoints")
-RUN_FILES += ("trace.json", "state.json", "plan.json")
+RUN_FILES += ("trace.json", "state.json", SHARDING_FILE, "plan.json")
 """All files and folders of a run. plan.json marks the folder as a run: it is written first and moved aside last."""
 LOG_FOLDERS = ("stalls", "logs")
 """Folders that may exist without a run, because a start that failed has written to them."""

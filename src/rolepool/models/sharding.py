@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -49,6 +49,14 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
     size = world_size if fsdp_size == -1 else fsdp_size
     dims = {"shard": size} if size == world_size else {"replicate": world_size // size, "shard": size}
     mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    shard_over(mesh, model, layers, device)
+    for name in own_methods:
+        register_fsdp_forward_method(model, name)
+    return model
+
+
+def shard_over(mesh: DeviceMesh, model: nn.Module, layers: Sequence[nn.Module], device: str) -> None:
+    """Shard the layers, and then what is outside of them, over the ranks of a mesh."""
     # Weights, gradients and optimizer states stay in fp32; a GPU computes in bf16.
     policy = MixedPrecisionPolicy() if device == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # Layers move to the device one by one when they are sharded, so the whole model never has to fit there.
@@ -60,9 +68,6 @@ def shard(model: nn.Module, device: str, fsdp_size: int) -> nn.Module:
         # and scaling back would round them. They are plain sums, because gloo has no other reduction.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    for name in own_methods:
-        register_fsdp_forward_method(model, name)
-    return model
 
 
 def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:

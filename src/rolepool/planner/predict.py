@@ -279,7 +279,12 @@ class Predictor:
         smallest, largest = min(sizes_seen), max(sizes_seen)
         sizes = sorted({pool.world_size for pool in plan.pools.values()} - sizes_seen)
         outside = [str(size) for size in sizes if not smallest <= size <= largest]
-        if outside and smallest == largest:
+        if self.profile.sharding.is_measured:
+            unknown = [str(size) for size in sizes if not self.profile.sharding.covers(size)]
+            if unknown:
+                what = f"what sharding costs over {', '.join(unknown)} ranks was not measured"
+                notes.append(f"{what}, so that of the nearest number of ranks is assumed")
+        elif outside and smallest == largest:
             what = f"all pools of the profile have {smallest} rank{'s' * (smallest > 1)}"
             notes.append(f"{what}, so the cost of collectives was not measured")
         elif outside:
@@ -308,7 +313,7 @@ class Predictor:
     def _fit_sharing(self, shared: Recording) -> float:
         """How much of a GPU pools that share it get together: the value with which the prediction is what was
         measured."""
-        (config, plan, _), measured_s = shared, shared.step_s
+        config, plan, measured_s = shared.config, shared.plan, shared.step_s
         memory, schedule = self.memory(config, plan), self.schedule_of(config)
         times = {one.operation: self.seconds(config, plan, one, memory, schedule).mean for one in schedule.calls[:-1]}
         simulated = partial(simulate, schedule, plan.roles, times, self.profile.hand_over_s)

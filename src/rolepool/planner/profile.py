@@ -8,6 +8,7 @@ same device make a better profile. Does not simulate anything.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean, median
@@ -17,12 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rolepool.config import Config
+from rolepool.config.model_files import ShapeUnknown
 from rolepool.config.run_keys import DataConfig
 from rolepool.errors import ConfigError
+from rolepool.metrics.sharding_times import ShardingTime
 from rolepool.metrics.spans import BETWEEN_STEPS, DRIVER, RULE_POOL, Part, Recorded, Span, Timeline, step_bounds
-from rolepool.placement.estimate import MicroBatch
+from rolepool.placement.estimate import MicroBatch, shape_of
 from rolepool.placement.plan import Plan
-from rolepool.placement.roles import ROLE_SPECS, Operation, Role
+from rolepool.placement.roles import OPERATIONS, ROLE_SPECS, Operation, Role
+from rolepool.planner.sharding import PieceSharding, ShardingCosts
 
 Array = npt.NDArray[np.float64]
 
@@ -46,6 +50,8 @@ PRIOR_SHARES = np.array([0.1, 0.75, 0.08, 0.02, 0.03, 0.02])
 """What is assumed before anything is measured: how the time of typical work is divided among the features. That of
 decode steps is divided in another way: a step reads all weights, however many sequences it extends."""
 PRIOR_SHARES_OF_DECODING = np.array([0.75, 0.1, 0.08, 0.02, 0.03, 0.02])
+PRIOR_SHARES_OF_REST = np.array([0.45, 0.2, 0.0, 0.25, 0.1, 0.0])
+"""That of the rest of a call: most of it is the same for all sizes, and in it ranks wait for each other."""
 PRIOR_STD = np.array([0.6, 0.6, 0.1, 0.3, 0.6, 0.1])
 """How unsure these shares are."""
 NOISE = 0.1
@@ -54,12 +60,21 @@ LEAST_NOISE = 0.03
 LEAST_EXPECTED = 0.05
 """Times that are expected to be a smaller part of the mean time count as this part."""
 NUM_FITS = 3
+NUM_ALIKE = 4
+ALIKE = 3.0
+"""Amounts of work within about a third are alike."""
 STALL = 30.0
 """Times that are so many times longer than what is usual for the assumed shares are those of a process that stood
 still. They would distort the first fit, so they are not used at all."""
 OUTLIER = 4.0
 """Times that are so many times the usual deviation away from the first fit are not used, such as those of a call that
 was interrupted by another program."""
+
+
+NUM_AMOUNTS = 3
+"""The features that are amounts of work: pieces, tokens, attended tokens. The others are about several ranks."""
+OTHER_RANKS = 0.5
+"""The relative deviation of the time of sharding for numbers of ranks outside of those that were measured."""
 
 
 class Work(NamedTuple):
@@ -69,10 +84,13 @@ class Work(NamedTuple):
     num_tokens: float = 0.0
     num_attended: float = 0.0
 
-    def features(self, num_ranks: int) -> list[float]:
-        """What its time depends on. The last three stand for collectives: that there are any, the data that each rank
-        exchanges, and the rounds of messages. Sharded models are gathered and reduced around a ring of ranks, which
-        takes one round less than there are ranks."""
+    def features(self, num_ranks: int, sharding: PieceSharding | None = None) -> list[float]:
+        """What its time depends on. If it was measured what sharding adds, the last one is that time. Otherwise the
+        last three stand for collectives: that there are any, the data that each rank exchanges, and the rounds of
+        messages. Sharded models are gathered and reduced around a ring of ranks, which takes one round less than there
+        are ranks."""
+        if sharding is not None:
+            return [*self, self.num_pieces * sharding.seconds(num_ranks)]
         is_shared, exchanged, rounds = num_ranks > 1, (num_ranks - 1) / num_ranks, num_ranks - 1
         return [*self, *(self.num_pieces * each for each in (is_shared, exchanged, rounds))]
 
@@ -84,6 +102,13 @@ class Seconds(NamedTuple):
     variance: float
 
 
+ALL_VISIBLE = Seconds(1.0, 0.2**2)
+"""On CPU slots nothing overlaps with collectives, so a step waits for all of the time that sharding was measured to
+take. Noise makes this unsure."""
+PARTLY_VISIBLE = Seconds(0.5, 0.3**2)
+"""On GPUs layers are gathered while others compute, so a step waits for some part between none and all of it."""
+
+
 class LinearCost(NamedTuple):
     """The time of some kind of work as a linear function of its features; no coefficient is negative."""
 
@@ -91,51 +116,84 @@ class LinearCost(NamedTuple):
     covariance: Array
     noise: float
     """The relative deviation of recorded times."""
+    sharding: PieceSharding | None = None
+    """What sharding adds to a piece of work, if it was measured."""
 
     @classmethod
-    def fit(cls, seen: Sequence[tuple[Work, int, float]], shares: Array = PRIOR_SHARES) -> "LinearCost":
+    def fit(
+        cls,
+        seen: Sequence[tuple[Work, int, float]],
+        shares: Array = PRIOR_SHARES,
+        sharding: PieceSharding | None = None,
+        visible: Seconds = ALL_VISIBLE,
+    ) -> "LinearCost":
         """Fit recorded times: work, the number of ranks, and seconds. Directions in which the records do not vary stay
-        as assumed before, and are as unsure."""
-        raw = np.array([work.features(num_ranks) for work, num_ranks, _ in seen])
+        as assumed before, and are as unsure. `visible` is the part of the time of sharding that a step waits for."""
+        raw = np.array([work.features(num_ranks, sharding) for work, num_ranks, _ in seen])
+        times = np.array([seconds for *_, seconds in seen])
+        num_plain = raw.shape[1] - (sharding is not None)
         scale = raw.mean(0)
-        prior = np.where(scale > 0, shares, 0.0)
         scale = np.where(scale > 0, scale, raw[:, 0].mean())
-        prior[0] += 1 - prior.sum()
-        features, times = raw / scale, np.array([seconds for *_, seconds in seen])
-        ratios = times / (features @ prior)
+        is_seen = raw.mean(0)[:num_plain] > 0
+        # Work without tokens never has any. Collectives that one rank does not have are expected of several ranks.
+        prior = np.where(is_seen | (np.arange(num_plain) >= NUM_AMOUNTS), shares[:num_plain], 0.0)
+        prior[0] += 1 - prior[is_seen].sum()
+        deviations = PRIOR_STD[:num_plain]
+        ratios = times / (raw[:, :num_plain] / scale[:num_plain] @ prior)
         kept = ratios <= STALL * np.median(ratios)
-        features, times = features[kept], times[kept]
+        raw, times = raw[kept], times[kept]
+        surer = np.sqrt(_weights(raw))
         typical_s = max(float(times.mean()), 1e-9)
         times /= typical_s
+        if sharding is not None:
+            scale[-1] = typical_s  # this feature is a time, so its coefficient has no unit
+            others = max(LEAST_EXPECTED, 1 - visible.mean * float(raw[:, -1].mean()) / typical_s)
+            prior = np.append(prior * others, visible.mean)
+            deviations = np.append(deviations * others, math.sqrt(visible.variance))
+        features = raw / scale
         expected = features @ prior
         for _ in range(NUM_FITS - 1):  # what a time may deviate is in proportion to what is expected
-            solved, _ = _solve(features, times, NOISE * np.maximum(expected, LEAST_EXPECTED), prior)
+            noise = NOISE * np.maximum(expected, LEAST_EXPECTED) / surer
+            solved, _ = _solve(features, times, noise, prior, deviations)
             expected = features @ solved
         expected = np.maximum(expected, LEAST_EXPECTED)
         errors = (times - expected) / expected
         deviation = max(float(np.median(np.abs(errors))), LEAST_NOISE)
         usual = np.abs(errors) <= OUTLIER * deviation
-        solved, covariance = _solve(features[usual], times[usual], deviation * expected[usual], prior)
+        noise = deviation * expected / surer
+        solved, covariance = _solve(features[usual], times[usual], noise[usual], prior, deviations)
         unit = typical_s / scale
-        return cls(solved * unit, covariance * np.outer(unit, unit), deviation)
+        return cls(solved * unit, covariance * np.outer(unit, unit), deviation, sharding)
 
     def seconds(self, work: Work, num_ranks: int) -> Seconds:
-        features = np.array(work.features(num_ranks))
+        features = np.array(work.features(num_ranks, self.sharding))
         mean = float(features @ self.coefficients)
-        return Seconds(mean, float(features @ self.covariance @ features) + (self.noise * mean) ** 2)
+        variance = float(features @ self.covariance @ features) + (self.noise * mean) ** 2
+        if self.sharding is not None and not self.sharding.covers(num_ranks):
+            variance += (OTHER_RANKS * float(features[-1])) ** 2
+        return Seconds(mean, variance)
 
 
-def _solve(features: Array, times: Array, deviations: Array, prior: Array) -> tuple[Array, Array]:
-    """The coefficients, none negative, and their covariance, by least squares with a prior."""
-    weights = 1 / deviations**2
+def _weights(raw: Array) -> Array:
+    """How much each record counts. Records of about the same work have noise in common, such as another program that
+    runs for some steps, so many of them together count as `NUM_ALIKE`. Otherwise small differences in work, and such
+    noise, would decide what a token costs."""
+    kinds = np.round(ALIKE * np.log1p(raw)).astype(np.int64)
+    _, kind_of, counts = np.unique(kinds, axis=0, return_inverse=True, return_counts=True)
+    return np.minimum(1.0, NUM_ALIKE / counts[kind_of.reshape(-1)])
+
+
+def _solve(features: Array, times: Array, noise: Array, prior: Array, deviations: Array) -> tuple[Array, Array]:
+    """The coefficients, none negative, and their covariance, by least squares with a prior and its deviations."""
+    weights = 1 / noise**2
     kept = np.ones(len(prior), dtype=bool)
     covariance = np.zeros((len(prior), len(prior)))
     solved = np.zeros(len(prior))
     while kept.any():
         some = features[:, kept]
-        precision = (some.T * weights) @ some + np.diag(1 / PRIOR_STD[kept] ** 2)
+        precision = (some.T * weights) @ some + np.diag(1 / deviations[kept] ** 2)
         part = np.linalg.inv(precision)
-        solved[kept] = part @ (some.T @ (weights * times) + prior[kept] / PRIOR_STD[kept] ** 2)
+        solved[kept] = part @ (some.T @ (weights * times) + prior[kept] / deviations[kept] ** 2)
         covariance[:] = 0.0
         covariance[np.ix_(kept, kept)] = part
         if (solved >= 0).all():
@@ -154,6 +212,8 @@ class Recording(NamedTuple):
     config: Config
     plan: Plan
     spans: Sequence[Recorded]
+    sharding: Sequence[ShardingTime] = ()
+    """What the run measured at its start; empty in older recordings."""
 
     @property
     def step_s(self) -> float:
@@ -209,13 +269,27 @@ class Profile:
                 self._observe(one, set(measured_steps(one.spans)))
         if not self._seen:
             raise ConfigError("predict: the run has no completed step with spans; give a run folder with some steps")
-        self.costs = {
-            key: LinearCost.fit(seen, PRIOR_SHARES_OF_DECODING if key[1] == DECODE else PRIOR_SHARES)
-            for key, seen in self._seen.items()
-        }
+        self.sharding = ShardingCosts(time for one in self.recordings for time in one.sharding)
+        self.costs = {key: self._fit(*key) for key in self._seen}
         took_s, num_bytes = self._fetched
         self.bytes_per_s = num_bytes / took_s if took_s else BYTES_PER_S
         self.hand_over_s = {operation: median(seconds) for operation, seconds in self._hand_overs_s.items()}
+
+    def _fit(self, operation: str, part: str) -> LinearCost:
+        """The cost of a part of an operation."""
+        shares = {DECODE: PRIOR_SHARES_OF_DECODING, REST: PRIOR_SHARES_OF_REST}.get(part, PRIOR_SHARES)
+        visible = ALL_VISIBLE if self.recordings[0].plan.device == "cpu" else PARTLY_VISIBLE
+        return LinearCost.fit(self._seen[operation, part], shares, self._sharding_of(operation, part), visible)
+
+    def _sharding_of(self, operation: str, part: str) -> PieceSharding | None:
+        """What sharding adds to each piece of a part; None if that was not measured, or if the model is not known."""
+        role = next((role for role, spec in ROLE_SPECS.items() if OPERATIONS.get(operation) in spec.operations), None)
+        if role is None or not self.sharding.is_measured:
+            return None
+        with suppress(ShapeUnknown):
+            shape = shape_of(self.recordings[0].config, role)
+            return self.sharding.of_model(part, shape.num_layers + 1, shape.num_params)
+        return None
 
     def _observe(self, one: Recording, steps: set[int]) -> None:
         """Add what the calls of these steps tell."""
@@ -233,17 +307,24 @@ class Profile:
         for (_, operation, _), positions in calls.items():
             of_call = [timeline[position].span for position in positions]
             first, last = of_call[0], max(of_call, key=lambda span: span.end_s)
+            is_sync_of_several = operation == SYNC and is_sync_between
+            # The ranks of a pool start a call when each of them has ended the one before. A rank that comes early waits
+            # for the others inside the call, so a call counts from the start of its latest rank.
+            latest = first if is_sync_of_several else of_call[-1]
             caused_s = max(timeline.cause_s(at) for at in positions if timeline[at].span.call == first.call)
             if first.pool != DRIVER and math.isfinite(caused_s):
-                self._hand_overs_s[operation].append(max(0.0, first.start_s - caused_s))
-            if operation == SYNC and is_sync_between:
+                self._hand_overs_s[operation].append(max(0.0, latest.start_s - caused_s))
+            if is_sync_of_several:
                 ranks = one.plan.pool_of(Role.Actor).world_size
                 self._seen[SYNC_BETWEEN, REST].append((Work(1), ranks, last.end_s - first.start_s))
                 continue
             ranks = ranks_of(one.config, one.plan, last.role, last.pool, operation)
-            for name, work, seconds in _works_of(last, num_rows):  # a call takes as long as its slowest rank
-                waited_s = last.start_s - first.start_s if name == REST else 0.0
-                self._seen[operation, name].append((work, ranks, seconds + waited_s))
+            # If ranks wait for each other, the latest one waits least. Otherwise a call takes as long as its slowest.
+            counted = latest if ranks > 1 else last
+            took_s = last.end_s - latest.start_s
+            for name, work, seconds in _works_of(counted, num_rows):
+                more_s = max(-seconds, took_s - counted.duration_s) if name == REST else 0.0
+                self._seen[operation, name].append((work, ranks, seconds + more_s))
             total = rows.totals[operation]
             for span in of_call:
                 total.num_calls += 1

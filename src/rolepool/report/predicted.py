@@ -18,6 +18,7 @@ from rolepool.config.loading import PlainValues
 from rolepool.config.saved import saved_config
 from rolepool.errors import ConfigError, RolepoolError, collected, explained, first_few
 from rolepool.files import atomic_path
+from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import DRIVER, RULE_POOL, Recorded, Span
 from rolepool.placement.plan import build_plan, detect_gpu_memory, parse_inventory, parse_memory
 from rolepool.placement.roles import OPERATIONS, ROLE_SPECS
@@ -57,7 +58,9 @@ def recordings_of(run: Run) -> list[Recording]:
         fix = "if you trust its extensions, name them: --set trainer.extensions=[...]"
         raise ConfigError(f"run {run.folder}: {names}: not known, and what a run names is not imported; {fix}")
     config = loaded.config
-    return [Recording(config, part.plans[0].plan, part.spans) for part in parts]
+    measured = run.read_whole(SHARDING_FILE, ShardingTimes.model_validate_json)
+    times = measured.times if measured is not None else []
+    return [Recording(config, part.plans[0].plan, part.spans, times) for part in parts]
 
 
 def identity_of(config: Config) -> tuple[Any, ...]:
@@ -105,7 +108,8 @@ def other_placements(run: Run) -> list[Prediction]:
     memory = min((gpu["memory_total_bytes"] for gpu in gpus if gpu.get("memory_total_bytes")), default=None)
     # A run with extensions has roles and operations that are not known here, and a damaged one has other surprises.
     with suppress(RolepoolError, LookupError, ValueError, ArithmeticError):
-        config, plan, _ = recording = recordings_of(run)[-1]
+        recording = recordings_of(run)[-1]
+        config, plan = recording.config, recording.plan
         predictor = Predictor(Profile([recording]), lambda _: schedule, gpu_memory_bytes=memory)
         own, best = predictor.predict("", config, plan), search(predictor, config, plan.gpus_per_node)
         return [own, *(one for one in best if places(one.plan) != places(plan))]

@@ -23,8 +23,10 @@ from rolepool.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from rolepool.errors import ConfigError, PlacementError, Terminated, WorkerError, logger, one_line
 from rolepool.metrics.run_folder import Loggers, RunFolder, write_samples
 from rolepool.metrics.sampling import pool_utilization
+from rolepool.metrics.sharding_times import SHARDING_FILE, ShardingTimes
 from rolepool.metrics.spans import Recorded, driver_span
 from rolepool.models.checkpoint import remove_unfinished
+from rolepool.models.sharding_times import measure_sharding
 from rolepool.placement import Plan, build_plan
 from rolepool.placement.checks import find_problems
 from rolepool.placement.roles import ROLE_SPECS
@@ -34,6 +36,7 @@ from rolepool.trainer.checkpoint import BadSteps, Checkpoints, Position, Source
 from rolepool.trainer.console import NUM_SHOWN_SAMPLES
 from rolepool.trainer.console import Observer as Observer
 from rolepool.trainer.moves import (
+    NUM_CALIBRATION_STEPS,
     Move,
     Rebalancer,
     answer_request,
@@ -177,6 +180,8 @@ class Trainer:
                     what = "an earlier run" if after_step is None else f"what came after step {after_step}"
                     self.observer.on_notice(f"{what} was moved to {aside}")
                 self._add_plan(self.start_step + 1)
+                if self._sharding.times:
+                    self.folder.write(SHARDING_FILE, self._sharding.model_dump_json(indent=2))
             if self.death is not None:
                 step = max(self.death.step, self.start_step) + 1
                 seconds = time.time() - self.death.time_s
@@ -209,6 +214,7 @@ class Trainer:
         self.watchdog = self.cluster.start_watchdog(keys, self.folder.path, self.observer.on_notice)
         self.snapshots = Snapshots(self.config, self.cluster)
         cleanup.callback(self.snapshots.keepers.close)
+        self._sharding = self._measure_sharding()
         self.observer.on_phase("loading models")
         self._build_roles()
         self.monitors = self.cluster.start_monitors()  # early, because starting them takes a while
@@ -383,6 +389,13 @@ class Trainer:
         self.loaded, self.config, self.plan = loaded, loaded.config, self.cluster.plan
         self.snapshots.have_moved()
         self._add_plan(first_step)
+
+    def _measure_sharding(self) -> ShardingTimes:
+        """Measure what sharding costs on these processes, unless the run is too short to predict anything from it."""
+        if self.config.trainer.val_only or self.num_steps - self.start_step <= NUM_CALIBRATION_STEPS:
+            return ShardingTimes(times=[])
+        measured = self.cluster.measure(measure_sharding)
+        return ShardingTimes(times=[time for of_group in measured for time in of_group])
 
     def _add_plan(self, first_step: int) -> None:
         """Record the plan, the schedule and the config of the steps that follow."""

@@ -1,0 +1,132 @@
+"""Measures what it costs that a model is sharded: a small model computes with and without sharding.
+
+Owns the small model and the order of the measurements. It uses the same calls as training, so the times contain
+everything that sharding adds: collectives, copies before and after them, and the work of the host. It takes about a
+second. The times of two sizes of the model tell the cost of a layer from the cost of its bytes.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rolepool.metrics.sharding_times import ShardingTime
+from rolepool.models.sharding import decoder_layers, shard_over, whole
+
+NUM_LAYERS = 3
+WIDTHS = {"cpu": (64, 192), "cuda": (64, 1024)}
+"""The hidden size of the small and of the large model."""
+NUM_REPEATS = {"cpu": (9, 5), "cuda": (20, 20)}
+"""Repetitions for the two sizes."""
+NUM_ACTIVATIONS = 2**15
+"""Numbers that a layer passes on, so that it computes for a while between two collectives, as it does in training."""
+ROW_LENGTH = 16
+CACHE_BYTES = 2**23
+"""What is written before each measured time. In training much happens between two passes of the same kind, so code and
+weights are not in the caches of the processor any more."""
+GATHER_EVERY = 4
+"""Gathering all weights one by one takes longest, so it is repeated less often."""
+NUM_WARM_REPEATS = 1
+"""The first repetitions allocate memory and open connections."""
+
+Seconds = dict[str, list[float]]
+"""The measured times of each part."""
+
+
+def small_model(width: int) -> nn.Module:
+    """A Llama with few layers. Real layers are called with more than tensors, which FSDP looks through, and have real
+    numbers of weights; both make a difference."""
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        vocab_size=64,
+        max_position_embeddings=ROW_LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+def sizes_to_measure(num_ranks: int, device: str) -> list[int]:
+    """How many ranks the model is sharded over, one after another. On a GPU each size would need connections of its
+    own, which take memory and seconds, so only those of the whole group are used."""
+    sizes = {num_ranks} if device == "cuda" else {2, num_ranks}
+    return sorted(size for size in sizes if 1 < size <= num_ranks)
+
+
+def measure_sharding(device: str) -> list[ShardingTime]:
+    """Measure with the ranks of the process group. All of them must call it; the times of each rank are its own."""
+    rank = dist.get_rank()
+    measured: list[ShardingTime] = []
+    for num_ranks in sizes_to_measure(dist.get_world_size(), device):
+        mesh = DeviceMesh(device, list(range(num_ranks)))
+        if rank < num_ranks:
+            for width, num_repeats in zip(WIDTHS[device], NUM_REPEATS[device], strict=True):
+                measured += _measure_width(device, mesh, width, num_repeats)
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return measured
+
+
+def _measure_width(device: str, mesh: DeviceMesh, width: int, num_repeats: int) -> Iterator[ShardingTime]:
+    model = small_model(width)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    alone_s = _time_parts(model.to(device), width, device, num_repeats)
+    sharded = small_model(width)
+    shard_over(mesh, sharded, decoder_layers(sharded), device)
+    sharded_s = _time_parts(sharded, width, device, num_repeats)
+    for part, seconds in sharded_s.items():
+        times = {"sharded_s": median(seconds), "alone_s": median(alone_s[part])}
+        yield ShardingTime(mesh.size(), part, NUM_LAYERS + 1, num_params, **times)
+
+
+def _time_parts(model: nn.Module, width: int, device: str, num_repeats: int) -> Seconds:
+    """The times of the parts of an update, of computing without gradients, and of gathering all weights."""
+    other = torch.zeros(CACHE_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
+    ids = torch.ones(max(1, NUM_ACTIVATIONS // width // ROW_LENGTH), ROW_LENGTH, dtype=torch.long, device=device)
+    seconds: Seconds = {}
+    for number in range(NUM_WARM_REPEATS + num_repeats):
+        times: Seconds = seconds if number >= NUM_WARM_REPEATS else {}
+        timed = partial(_timed, times, device, other)
+        loss = timed("forward", lambda: model(ids, use_cache=False).logits.float().sum())
+        timed("backward", loss.backward)
+        timed("optimizer", partial(_update, model, optimizer))
+        with torch.no_grad():
+            timed("score", partial(model, ids, use_cache=False))
+        if isinstance(model, FSDPModule):
+            model.reshard()
+        if number % GATHER_EVERY == 0:
+            timed("gather", lambda: [whole(weight) for weight in model.state_dict().values()])
+    return seconds
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _timed(times: Seconds, device: str, other: Tensor, part: str, work: Callable[[], Any]) -> Any:
+    """Do the work and add its time."""
+    other.add_(1)
+    start_s = _now(device)
+    result = work()
+    times.setdefault(part, []).append(_now(device) - start_s)
+    return result
+
+
+def _now(device: str) -> float:
+    """The time when the device has done everything so far."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
