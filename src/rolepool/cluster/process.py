@@ -202,7 +202,9 @@ class WorkerProcess:
         """The same with a process group of several pools, which exists only during the call. `host` has the store of
         its rank 0. No role may use the process group of the pool yet, because it is made again."""
         address, port = host
-        server = self._store if rank == 0 else TCPStore(address, port, is_master=False)
+        server = self._store
+        if server is None or rank > 0:
+            server = TCPStore(address, port, is_master=False)
         dist.destroy_process_group()
         self._join(PrefixStore(secret, server), rank, world_size)
         result = function(self._context.device)
