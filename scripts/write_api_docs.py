@@ -27,7 +27,8 @@ INTRODUCTION = """\
 
 Generated from the docstrings by `python scripts/write_api_docs.py`; do not edit by hand.
 
-`import rolepool as rp` is fast: torch and Ray are imported by the functions that need them. `dir(rp)` lists all names.
+`import rolepool as rp` is fast: torch and Ray are imported by the functions that need them. Methods are shown in
+short: `help(rp.DataProto.select)` shows the types of the parameters, and further paragraphs.
 [examples/first_curve.ipynb](../examples/first_curve.ipynb) trains with a reward function of its own and compares two
 placements. [examples/own_algorithm.py](../examples/own_algorithm.py) is an algorithm of its own on worker groups.
 
@@ -46,6 +47,8 @@ run.report()
 """
 MADE_BY_OTHERS = {"WorkerGroup": ["add_role", "role"], "DataProtoFuture": None, "LoadedConfig": None}
 """Classes that no program constructs itself, and which of their methods are shown; None shows all."""
+FOR_THE_TRAINER = {"prepare", "switch", "start_monitors", "start_watchdog", "from_columns", "columns", "like"}
+"""Methods that are public only because other packages of rolepool call them."""
 MAX_WIDTH = 100
 
 
@@ -80,7 +83,7 @@ def describe(name: str) -> str:
     if "__init__" in methods and name not in MADE_BY_OTHERS:
         made = f"\n```python\n{signature(methods['__init__'], name, is_long=True)}\n```\n"
     shown = MADE_BY_OTHERS.get(name) or [one for one in methods if not one.startswith("_")]
-    documented = [methods[one] for one in shown if ast.get_docstring(methods[one])]
+    documented = [methods[one] for one in shown if ast.get_docstring(methods[one]) and one not in FOR_THE_TRAINER]
     members = "".join(f"- {member}\n" for member in [*attributes(node), *map(describe_method, documented)])
     return f"### {name}\n{made}\n{text}\n" + (f"\n{members}" if members else "")
 
@@ -95,39 +98,60 @@ def attributes(node: ast.ClassDef | ast.Module) -> Iterator[str]:
             docstring = f": {one_paragraph(str(following.value.value))}"
         is_field = isinstance(one, ast.AnnAssign) and is_dataclass
         if is_field or (isinstance(one, ast.AnnAssign | ast.Assign) and docstring):
-            yield f"`{ast.unparse(one)}`{docstring}"
+            yield f"`{declaration(one)}`{docstring}"
+
+
+def declaration(one: ast.AnnAssign | ast.Assign) -> str:
+    """An attribute with its type and default, without `field(...)`, which says nothing to a reader."""
+    if isinstance(one, ast.AnnAssign) and isinstance(one.value, ast.Call):
+        return f"{ast.unparse(one.target)}: {ast.unparse(one.annotation)}"
+    return ast.unparse(one)
 
 
 def describe_method(node: ast.FunctionDef) -> str:
+    """The signature and the first paragraph."""
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
     is_property = decorators & {"property", "cached_property"}
     text = node.name if is_property else signature(node, node.name)
-    return f"`{text}`: {one_paragraph(ast.get_docstring(node) or '')}"
+    first, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
+    return f"`{text}`: {one_paragraph(first)}"
 
 
 def signature(node: ast.FunctionDef, name: str, *, is_long: bool = False) -> str:
-    """`name(parameters) -> type`, without `self`. If `is_long`, a long one has a line for each parameter."""
-    result = "" if node.name == "__init__" else f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    shown = list(parameters(node.args))
+    """`name(parameters) -> type`, without `self`. If `is_long`, parameters have types, one in a line if it is long."""
+    result = ""
+    if node.returns and node.name != "__init__":
+        result = f" -> {ast.unparse(node.returns)}"
+    shown = list(parameters(node.args, with_types=is_long))
     line = f"{name}({', '.join(shown)}){result}"
     if not is_long or len(line) <= MAX_WIDTH:
         return line
     return f"{name}(\n    " + ",\n    ".join(shown) + f",\n){result}"
 
 
-def parameters(arguments: ast.arguments) -> Iterator[str]:
-    """Each parameter with its type and default, and `*` before those that must be named."""
+def parameters(arguments: ast.arguments, *, with_types: bool) -> Iterator[str]:
+    """Each parameter with its default, and `*` before those that must be named."""
+
+    def show(argument: ast.arg, default: ast.expr | None) -> str:
+        if default is None:
+            return ast.unparse(argument) if with_types else argument.arg
+        if with_types:
+            return f"{ast.unparse(argument)} = {ast.unparse(default)}"
+        return f"{argument.arg}={ast.unparse(default)}"
+
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     for argument, default in zip(positional, defaults, strict=True):
         if argument.arg not in ("self", "cls"):
-            yield ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
-    if arguments.vararg is not None or arguments.kwonlyargs:
-        yield "*" + ("" if arguments.vararg is None else ast.unparse(arguments.vararg))
+            yield show(argument, default)
+    if arguments.vararg is not None:
+        yield f"*{show(arguments.vararg, None)}"
+    elif arguments.kwonlyargs:
+        yield "*"
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+        yield show(argument, default)
     if arguments.kwarg is not None:
-        yield f"**{ast.unparse(arguments.kwarg)}"
+        yield f"**{show(arguments.kwarg, None)}"
 
 
 def one_paragraph(text: str) -> str:
