@@ -13,6 +13,8 @@ from pathlib import Path
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` after the block, or removed if the block fails."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    with suppress(OSError):
+        temporary.unlink()  # a link of this name in a folder from elsewhere must not lead to another file
     try:
         yield temporary
         temporary.replace(path)

@@ -178,6 +178,18 @@ def test_an_extension_that_the_user_names_is_imported_for_a_prediction(copy: Pat
     assert b"critic_pool [2]" in ended.stdout
 
 
+@pytest.mark.parametrize(("command", "name"), [("report", "report.html"), ("trace", "trace.json")])
+def test_no_file_outside_of_the_folder_is_overwritten(copy: Path, command: str, name: str) -> None:
+    """A folder can have links with the names of the files that are written into it."""
+    own = Path("own.txt")
+    own.write_text("mine", encoding="utf-8")
+    for link in (name, f".tmp-{os.getpid()}-{name}"):
+        (copy / link).symlink_to(own.absolute())
+    assert main([command, str(copy)]) == 0
+    assert own.read_text(encoding="utf-8") == "mine"
+    assert (copy / name).stat().st_size > 100
+
+
 # Damaged files: no traceback, no endless work, no control character
 
 
