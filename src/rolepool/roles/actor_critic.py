@@ -9,6 +9,7 @@ from rolepool.algorithm.losses import Loss, LossCounts, agg_loss, compute_value_
 from rolepool.config import Config
 from rolepool.config.model_keys import ActorConfig, CriticConfig, RefConfig
 from rolepool.errors import RolepoolError
+from rolepool.models import parity
 from rolepool.models.checkpoint import weights_of
 from rolepool.models.loading import load_critic, load_policy
 from rolepool.models.packing import TokenRows, response_values
@@ -21,8 +22,6 @@ from rolepool.roles.model_role import ModelRole, Setup, TrainedRole
 
 UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob")
 """What an update of the actor reads, besides tokens."""
-NUM_PARITY_TOKENS = 64
-"""The number of tokens of each rank whose log-probs are compared with those of the rollout engine."""
 
 
 class Actor(TrainedRole):
@@ -57,21 +56,23 @@ class Actor(TrainedRole):
     def _raise_if_apart(self, rollouts: DataProto, computed: DataProto) -> None:
         """Raise an error if the engine did not generate with the current weights, or computes other log-probs."""
         keys = self.config.actor_rollout_ref.rollout
-        limit = keys.parity_limit or (1e-4 if self.device == "cpu" else 0.05)
-        columns = (rollouts.batch["rollout_log_probs"], computed.batch["old_log_probs"])
-        theirs, ours = (flat_values(column).double() for column in columns)
-        differences = (theirs - ours).abs()
+        limit = keys.parity_limit or parity.LIMITS["cpu" if self.device == "cpu" else "cuda"]
+        theirs, ours = flat_values(rollouts.batch["rollout_log_probs"]), flat_values(computed.batch["old_log_probs"])
         if RESPONSE_MASK in rollouts.batch:
-            differences = differences[flat_values(rollouts.batch[RESPONSE_MASK])]
-        differences = differences[:NUM_PARITY_TOKENS]
-        apart = float(differences.mean())
-        if len(differences) and not apart <= limit:
+            is_sampled = flat_values(rollouts.batch[RESPONSE_MASK])
+            theirs, ours = theirs[is_sampled], ours[is_sampled]
+        theirs, ours = theirs[: parity.NUM_TOKENS], ours[: parity.NUM_TOKENS]
+        if not len(ours):
+            return
+        error = parity.logit_error(theirs, ours)
+        if not error <= limit:  # also if it is NaN
             version = int(rollouts.batch["weights_version"].max())
+            apart = float((theirs - ours).abs().mean())
             raise RolepoolError(
                 f"actor_rollout_ref.rollout.name={keys.engine}: the engine's log-probs, with version {version} of the "
-                f"weights, are {apart:.2g} from the actor's (mean of {len(differences)} tokens), and "
-                f"actor_rollout_ref.rollout.parity_limit is {limit:g}: it computes other numbers, or did not take the "
-                "last weights; fix the engine, or raise the limit"
+                f"weights, are {apart:.2g} from the actor's (mean of {len(ours)} tokens), so its logits are wrong by "
+                f"about {error:.2g}, and actor_rollout_ref.rollout.parity_limit is {limit:g}: it computes other "
+                "numbers, or did not take the last weights; fix the engine, or raise the limit"
             )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, blocking=False, reads=(*MASKED_TOKENS, *UPDATE_COLUMNS))

@@ -1,0 +1,26 @@
+"""Whether two programs with the same weights compute the same probabilities: those of a rollout engine and the actor's.
+
+Owns the measure, and the limits up to which both programs count as correct. `benchmarks/parity_limit.py` compares
+correct and wrong programs with it.
+"""
+
+from torch import Tensor
+
+NUM_TOKENS = 64
+"""The number of tokens of each rank that are compared."""
+LIMITS = {"cpu": 1e-3, "cuda": 0.2}
+"""The largest error, by device: CPU slots compute in float32, GPUs in 16 bits."""
+LEAST_DOUBT = 0.01
+"""The smallest mean of 1 - p that is divided by. Below it, rounding of the log-probs themselves would be measured."""
+
+
+def logit_error(theirs: Tensor, ours: Tensor) -> float:
+    """How wrong logits are, in the mean, if these log-probs of sampled tokens are apart only because of that.
+
+    If the logit of a token is wrong by d, its log-prob is wrong by d (1 - p), where p is its probability. Therefore the
+    differences of log-probs depend on how sure the model is of its tokens. This number does not: it is about the same
+    at every temperature, and before and after training.
+    """
+    theirs, ours = theirs.double(), ours.double()
+    doubt = (1 - ours.exp()).mean().clamp(min=LEAST_DOUBT)
+    return float((theirs - ours).abs().mean() / doubt)
