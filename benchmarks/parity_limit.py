@@ -8,11 +8,8 @@ responses with the model in a more exact dtype, and computes their log-probs in 
 CPUs) in several correct ways, and with several mistakes that engines make. Every pair is compared on groups of 64
 tokens, as a run does it. Two measures are printed:
 
-    mean      the mean difference of the log-probs
-    relative  their sum, divided by the sum of 1 - p, where p is the probability of the sampled token
-
-An error d in a logit changes the log-prob of its token by d (1 - p). So the mean difference depends on how sure the
-model is of its tokens, and the relative one says how wrong the logits are.
+    mean    the mean difference of the log-probs
+    logits  the mean error of logits that explains it, which a run compares with the limit (`rolepool.models.parity`)
 """
 
 import argparse
@@ -25,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-GROUP = 64
-"""The tokens that a run compares."""
+from rolepool.models.parity import NUM_TOKENS, logit_error
+
 QUESTIONS = (
     "What is 7 + 5?",
     "Name three rivers in Europe.",
@@ -135,20 +132,21 @@ def sample(model: Any, prompt: Tensor, num_tokens: int, temperature: float, seed
 
 
 def groups(values: list[Tensor]) -> Tensor:
-    """[groups, GROUP] tokens in their order, without the last incomplete group."""
+    """[groups, NUM_TOKENS] tokens in their order, without the last incomplete group."""
     flat = torch.cat(values)
-    return flat[: len(flat) // GROUP * GROUP].view(-1, GROUP)
+    return flat[: len(flat) // NUM_TOKENS * NUM_TOKENS].view(-1, NUM_TOKENS)
 
 
-def show(name: str, kind: str, ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    apart = (ours - theirs).abs()
-    mean, relative = apart.mean(1), apart.sum(1) / (1 - ours.exp()).sum(1)
+def show(name: str, kind: str, ours: Tensor, theirs: Tensor, temperature: float) -> tuple[float, float]:
+    """Print both measures. Returns the smallest and the largest error of a group."""
+    mean = (ours - theirs).abs().mean(1)
+    errors = torch.tensor([logit_error(*pair, temperature) for pair in zip(theirs, ours, strict=True)])
     print(
         f"{kind:8} {name:34} mean {mean.min():.2g} to {mean.max():.2g}   "
-        f"relative {relative.min():.2g} to {relative.max():.2g} (median {relative.median():.2g})",
+        f"logits {errors.min():.2g} to {errors.max():.2g} (median {errors.median():.2g})",
         flush=True,
     )
-    return float(relative.min()), float(relative.max())
+    return float(errors.min()), float(errors.max())
 
 
 def sampled_rows(
@@ -175,7 +173,7 @@ def mean_entropy(model: Any, rows: list[tuple[Tensor, int]], temperature: float)
 def compare_at(
     temperature: float, exact: Any, model: Any, eager: Any, rows: list[tuple[Tensor, int]]
 ) -> tuple[float, dict[str, float]]:
-    """The largest relative difference of correct implementations, and the smallest of each wrong one."""
+    """The largest error of correct implementations, and the smallest of each wrong one."""
 
     def compute(used: Any, how: LogProbs) -> Tensor:
         return groups([how(used, row, num_prompt, temperature) for row, num_prompt in rows])
@@ -194,7 +192,7 @@ def compare_at(
         "in a padded batch": (model, left_padded),
     }
     for name, (used, how) in right.items():
-        largest = max(largest, show(name, "correct", ours, compute(used, how))[1])
+        largest = max(largest, show(name, "correct", ours, compute(used, how), temperature)[1])
     wrong = {
         "positions one too late": compute(model, shifted),
         "temperature 10% higher": compute(model, warmer),
@@ -207,7 +205,7 @@ def compare_at(
         wrong["weights in 8 bits"] = compute(model, whole_rows)
     with without_last_layer(model):
         wrong["last layer missing"] = compute(model, whole_rows)
-    return largest, {name: show(name, "wrong", ours, theirs)[0] for name, theirs in wrong.items()}
+    return largest, {name: show(name, "wrong", ours, theirs, temperature)[0] for name, theirs in wrong.items()}
 
 
 @torch.no_grad()
@@ -233,7 +231,7 @@ def main() -> None:
         largest_right = max(largest_right, largest)
         for name, one in smallest.items():
             smallest_wrong[name] = min(one, smallest_wrong.get(name, one))
-    print(f"\nlargest relative difference of a correct implementation: {largest_right:.2g}")
+    print(f"\nlargest error of a correct implementation: {largest_right:.2g}")
     for name, one in smallest_wrong.items():
         print(f"  {name}: {one / largest_right:.1f} times that, in the group with the smallest difference")
 

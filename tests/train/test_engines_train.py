@@ -125,5 +125,5 @@ def test_an_engine_that_keeps_old_weights_stops_the_run(
         run(*small_keys(demo, tmp_path / "run", *words, *NO_VALIDATION))
     (line,) = str(caught.value).splitlines()
     assert line.startswith("actor_rollout_ref.rollout.name=stale_engine:StaleEngine: the engine's log-probs, with ")
-    assert "version 2 of the weights, are " in line and "parity_limit is 0.001" in line
+    assert "version 2 of the weights, are " in line and "parity_limit is 0.0002" in line
     assert [row["training/global_step"] for row in rows_of(tmp_path / "run")] == [1, 2], "step 3 changed nothing"

@@ -207,7 +207,7 @@ class RolloutConfig(Section):
     for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature other than 1."""
     parity_limit: Positive | None = None
     """Largest error of the engine's logits that these log-probs may show (the mean difference of the log-probs, divided
-    by the mean of 1 - p); null is 0.001 on CPU slots (float32) and 0.2 on GPUs (16 bits)."""
+    by the mean of 1 - p); null is 0.0002 on CPU slots (float32) and 0.2 on GPUs (16 bits)."""
     n: Count = 1
     """Number of responses to each prompt; grpo, rloo and others compare them and need at least 2."""
     temperature: NonNegative = 1.0

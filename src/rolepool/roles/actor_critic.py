@@ -64,7 +64,7 @@ class Actor(TrainedRole):
         theirs, ours = theirs[: parity.NUM_TOKENS], ours[: parity.NUM_TOKENS]
         if not len(ours):
             return
-        error = parity.logit_error(theirs, ours)
+        error = parity.logit_error(theirs, ours, keys.temperature)
         if not error <= limit:  # also if it is NaN
             version = int(rollouts.batch["weights_version"].max())
             apart = float((theirs - ours).abs().mean())
