@@ -13,8 +13,9 @@ SHORTER = {
     "a number": "number",
     "a mapping, such as {name: value}": "mapping",
     "a list, each ": "list of ",
-    "a pair, each number ": "pair of numbers ",
+    "a pair, each number,": "pair of numbers,",
     "one of ": "",
+    "integer, at least 1": "count",
     ", at least ": " ≥ ",
     ", greater than ": " > ",
     ", at most ": ", ≤ ",
@@ -37,8 +38,9 @@ def markdown() -> str:
         "`key=value`. `rolepool config` prints every key with its value, `rolepool config KEY` explains one.",
         "",
         "`rolepool plan` and `rolepool config` accept keys that are not implemented yet; `rolepool train` stops with",
-        "an error if one of them is set to another value than the one that works. A key without a type is true or",
-        "false.",
+        "an error if one of them is set to another value than the one that works.",
+        "",
+        "A count is an integer that is at least 1. Types that the default shows (texts, true and false) are left out.",
     ]
     heading = None
     first_with: dict[str, str] = {}
@@ -66,6 +68,8 @@ def _type_in_brackets(key: Key) -> str:
     """The type, except for what the default shows."""
     text = key.type_text
     if text == "true or false" and key.default in (True, False):
+        return ""
+    if text == "text" and key.default:
         return ""
     for words, symbols in SHORTER.items():
         text = text.replace(words, symbols)

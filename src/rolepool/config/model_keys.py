@@ -88,9 +88,9 @@ class PolicyModelConfig(Section):
 class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = "vanilla"
     """Policy loss: vanilla (PPO with dual clip), gspo, gpg, clip_cov, kl_cov, geo_mean, cispo, or your own
-    module:function (docs/extending.md). All follow loss_agg_mode, except for geo_mean, which uses the mean over
-    sequences; the authors of gspo use seq-mean-token-mean. clip_cov and kl_cov compare the tokens of one micro-batch,
-    so their results depend on its size."""
+    module:function (docs/extending.md). geo_mean always uses the mean over sequences, the others follow loss_agg_mode
+    (the authors of gspo use seq-mean-token-mean). clip_cov and kl_cov compare the tokens of one micro-batch, so they
+    depend on its size."""
     clip_cov_ratio: Fraction = 0.0002
     """Fraction of a micro-batch's tokens whose loss clip_cov removes; at least one token."""
     clip_cov_lb: float = 1.0
@@ -139,8 +139,8 @@ class ActorConfig(Section):
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL term of the loss."""
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Estimator of the KL term. low_var_kl is capped at 10 per token, and a capped token has no gradient. With a + at
-    the end, as in k3+, an estimator has the gradient of k2."""
+    """Estimator of the KL term. low_var_kl is capped at 10 per token; a capped token has no gradient. With a + at the
+    end, as in k3+, it has the gradient of k2."""
     grad_clip: Positive = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     optim: OptimConfig
@@ -179,8 +179,7 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Generate conversations of several turns with the environment of environment.name."""
     max_assistant_turns: Count | None = None
-    """Most turns of the model in a conversation; null sets no limit. data.max_response_length limits the tokens of all
-    turns and of what the environment adds."""
+    """Most turns of the model in a conversation; null sets no limit. data.max_response_length limits all its tokens."""
     max_turn_tokens: Count | None = None
     """Most tokens of one turn of the model; null sets no limit."""
     max_user_turns: Count | None = None
@@ -194,9 +193,8 @@ class MultiTurnConfig(Section):
 
 class RolloutConfig(Section):
     name: EngineName = "native"
-    """Rollout engine (docs/engines.md): native, transformers (any causal language model, slower), vllm (in its own
-    environment), or your own module:class (docs/extending.md). sglang and trtllm can be planned, but need fallback to
-    train."""
+    """Rollout engine (docs/engines.md): native, transformers, vllm, or your own module:class (docs/extending.md).
+    sglang and trtllm can be planned, but need fallback to train."""
     fallback: Literal["native"] | None = None
     """The engine in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
     engine_kwargs: EngineKwargsConfig
@@ -206,8 +204,8 @@ class RolloutConfig(Section):
     """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
     for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature other than 1."""
     parity_limit: Positive | None = None
-    """Largest error of the engine's logits that these log-probs may show (the mean difference of the log-probs, divided
-    by the mean of 1 - p); null is 0.0002 on CPU slots (float32) and 0.2 on GPUs (16 bits)."""
+    """Largest mean error of the engine's logits that these log-probs may show (docs/engines.md); null is 0.0002 on CPU
+    slots (float32) and 0.2 on GPUs (16 bits)."""
     n: Count = 1
     """Number of responses to each prompt; grpo, rloo and others compare them and need at least 2."""
     temperature: NonNegative = 1.0
@@ -313,8 +311,8 @@ class RewardModelModelConfig(Section):
     path: str | None = None
     """Sequence-classification model folder or hub id that scores whole responses."""
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
-    """Folder or hub id of the policy's tokenizer. If the reward model has another tokenizer or chat template, texts are
-    tokenized again for it. null always sends it the policy's tokens."""
+    """Folder or hub id of the policy's tokenizer. Texts are tokenized again if the reward model has another tokenizer
+    or chat template; null never does so."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Allow code from the reward model's folder to run."""
 
@@ -363,7 +361,5 @@ class MainRewardModelConfig(RewardModelConfig):
 
     reward_manager: Annotated[Literal["naive", "batch", "prime", "dapo"], BeforeValidator(_known_manager)] = "naive"
     """How scores of rules and functions become rewards: as they are (naive), or with DAPO's penalty for long responses
-    (dapo), which reward_model.reward_kwargs.overlong_buffer_cfg sets. verl's batch and prime mean the same as naive:
-    the parameters of a function say whether it gets a whole batch, and custom_reward_function.max_concurrency how many
-    responses are scored at the same time."""
+    (dapo), which reward_kwargs.overlong_buffer_cfg sets. verl's names batch and prime mean naive."""
     reward_kwargs: RewardKwargsConfig

@@ -62,13 +62,11 @@ class CustomRewardFunctionConfig(Section):
     """Longest time in seconds for one call of your function (one response, or one batch), including retries. A call
     that takes longer is stopped, also inside C code, and its responses count as failed."""
     retries: CountOrZero = 3
-    """How often a call of your function is repeated after a connection failed or timed out, or after HTTP status 408,
-    425, 429, 500, 502, 503 or 504. The wait is about 0.5 s and doubles up to 8 s. There is no attempt that timeout_s
-    would stop."""
+    """How often a call of your function is repeated, within timeout_s, after a failed connection or HTTP status 408,
+    425, 429, 500, 502, 503 or 504. The wait is about 0.5 s and doubles up to 8 s."""
     on_error: Literal["abort", "zero"] = "abort"
-    """If your function raises an error or takes too long: end the run (abort), or give the response score 0 (zero), log
-    the first one of each batch, and count them in reward/failed/mean. A result that is not a finite number always ends
-    the run."""
+    """If your function raises an error or takes too long: end the run (abort), or give score 0 and count the response
+    in reward/failed/mean (zero). A result that is not a finite number always ends the run."""
 
 
 class RewardFunctionConfig(Section):
@@ -137,8 +135,8 @@ class TrainerConfig(Section):
     nnodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     """Number of nodes."""
     n_gpus_per_node: Annotated[int, Field(ge=1, le=MAX_GPUS_PER_NODE)] = Field(default=None)  # type: ignore[assignment]
-    """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or without GPUs as many
-    processes as it has CPU cores (a power of two, at most 8)."""
+    """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or one process per CPU
+    core (a power of two, at most 8)."""
     total_epochs: Count = 30
     """Number of passes over the training prompts."""
     total_training_steps: Count | None = None
@@ -148,8 +146,8 @@ class TrainerConfig(Section):
     experiment_name: str = "default"
     """Name of the run."""
     logger: Items[Literal["console", "verl", "tensorboard", "wandb", "mlflow", "file"]] = ("console",)
-    """Where metrics are logged, in addition to metrics.jsonl and train.log in the run folder. console prints a short
-    line for each step, verl the line of train.log with all metrics. file means metrics.jsonl."""
+    """Where metrics are logged, beside metrics.jsonl (also called file) and train.log: console prints a short line for
+    each step, verl the long line of train.log."""
     save_freq: CountOrMinusOne | None = None
     """Save a checkpoint every N steps and after the last step; null saves only after the last step, -1 never saves."""
     test_freq: CountOrMinusOne | None = None
@@ -164,14 +162,13 @@ class TrainerConfig(Section):
     """Copy the state of trained models to shared memory every N steps. If a process dies, training resumes from the
     last copy, or with -1 from the last checkpoint."""
     max_restarts: CountOrZero = 3
-    """How often in a row, without a completed step in between, dead processes are replaced before the run ends with an
-    error. A driver that was killed, or whose Ray died, is started again as often, and resumes from the newest
-    checkpoint of this run (docs/training.md)."""
+    """How often in a row, without a completed step in between, dead processes are replaced, or a driver that was killed
+    or whose Ray died is started again, before the run ends with an error (docs/training.md)."""
     max_bad_steps: Count = 3
     """Stop the run with exit code 2 after N steps in a row in which a role made no finite update."""
     stall_timeout_s: Positive | None = None
-    """Report a stall if a pool works on one call for so many seconds. null means 60 s, or five times the longest call
-    of that method so far if that is more. The first call of a method has at least 600 s."""
+    """Report a stall if one call takes so many seconds; null means 60, or five times the longest call of that method so
+    far if that is more. The first call of a method has at least 600 s."""
     on_stall: Literal["report", "restart", "abort"] = "restart"
     """After a stall is reported: do nothing more (report), kill the processes that are stopped or do not answer
     (restart), or end the run (abort)."""
@@ -268,9 +265,9 @@ class RolePoolsConfig(Section, extra="allow"):
 
 class PlacementConfig(Section):
     strategy: StrategyName = "standard"
-    """One pool for all roles (standard), two pools, actor_rollout_ref_pool and critic_pool (split), the pools of
-    placement.pools and placement.roles (custom), the placement that is predicted to be the best (auto), or your own
-    module:function (docs/extending.md)."""
+    """One pool for all roles (standard), actor_rollout_ref_pool and critic_pool (split), placement.pools and
+    placement.roles (custom), the placement that is predicted to be the best (auto), or your own module:function
+    (docs/extending.md)."""
     split: SplitConfig
     pools: Annotated[dict[PoolName, PoolConfig], BeforeValidator(_without_removed)] = Field(default_factory=dict)
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
@@ -286,7 +283,7 @@ class PlacementConfig(Section):
     """The run folder from which strategy=auto predicts. null uses the newest one with the same models beside the run's,
     or else the first steps of the run."""
     rebalance: bool = False
-    """Look for a better placement during training, and move there if that pays within the steps that are left."""
+    """Look for a better placement during training, and move there if that pays."""
     rebalance_gain: NonNegative = 0.1
     """Least predicted gain for which the run moves, as a fraction of the step time."""
 
