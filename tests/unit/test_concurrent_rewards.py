@@ -16,7 +16,7 @@ from test_reward_process import error_of, process_of, rows
 
 from rolepool.config import load_config
 from rolepool.data import retries, reward_process
-from rolepool.data.retries import is_connection_error
+from rolepool.data.retries import Retries, is_connection_error
 from rolepool.data.reward_functions import load_reward_function
 from rolepool.data.reward_process import ScoringProcesses, calls_at_once
 from rolepool.data.rewards import Reward, RewardError, RewardFunction, SampleError, score_batch
@@ -471,3 +471,24 @@ def test_a_batch_is_not_divided_for_a_function_of_whole_batches(
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
     config = load_config(overrides=keys).config
     assert num_helpers_for(load_reward_function(config, function), config) == num_helpers
+
+
+def test_waits_between_attempts_double_up_to_a_limit() -> None:
+    keys = load_config(overrides=["custom_reward_function.retries=2000", "custom_reward_function.timeout_s=1e6"]).config
+    attempts_of_a_call = Retries(keys.custom_reward_function)
+    failed = SampleError("x")
+    failed.__cause__ = ConnectionError()
+    waits = [attempts_of_a_call.wait_after(failed) for _ in range(2000)]
+    for wait_s, wanted_s in zip(waits, [0.5, 1, 2, 4, 8, 8, 8], strict=False):
+        assert wait_s == pytest.approx(wanted_s, rel=0.25)
+    assert max(wait_s for wait_s in waits if wait_s is not None) <= 8 * 1.25
+    assert attempts_of_a_call.wait_after(failed) is None
+
+
+async def much_to_say(solution_str: str, **_: Any) -> dict[str, float]:
+    return {"score": len(solution_str), **{f"number {number}": number for number in range(20_000)}}
+
+
+def test_an_outcome_that_is_larger_than_the_buffer_of_the_channel_arrives() -> None:
+    (scored,) = process_of(much_to_say, num_at_once=2, on_error="abort").score_rows(rows("abc"))
+    assert (scored.score, len(scored.numbers)) == (3, 20_000)
