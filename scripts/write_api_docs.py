@@ -47,8 +47,10 @@ run.report()
 """
 MADE_BY_OTHERS = {"WorkerGroup": ["add_role", "role"], "DataProtoFuture": None, "LoadedConfig": None}
 """Classes that no program constructs itself, and which of their methods are shown; None shows all."""
-FOR_THE_TRAINER = {"prepare", "switch", "start_monitors", "start_watchdog", "from_columns", "columns", "like"}
+FOR_THE_TRAINER = {"prepare", "switch", "start_monitors", "start_watchdog", "measure", "gpu_memory_bytes"}
+FOR_THE_TRAINER |= {"num_live_nodes", "from_columns", "columns", "like", "less_memory_at_rest"}
 """Methods that are public only because other packages of rolepool call them."""
+EXPLAINED_ELSEWHERE = {"Dispatch": "[workers.md](workers.md#calls) explains the modes."}
 MAX_WIDTH = 100
 
 
@@ -78,6 +80,8 @@ def describe(name: str) -> str:
     if isinstance(node, ast.FunctionDef):
         return f"### {name}\n\n```python\n{signature(node, name, is_long=True)}\n```\n\n{text}\n"
     assert isinstance(node, ast.ClassDef)
+    if name in EXPLAINED_ELSEWHERE:
+        return f"### {name}\n\n{text} {EXPLAINED_ELSEWHERE[name]}\n"
     methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
     made = ""
     if "__init__" in methods and name not in MADE_BY_OTHERS:
