@@ -205,6 +205,7 @@ def test_annotations_of_the_file_are_values_unless_it_asks_for_texts(tmp_path: P
             "give model a default, or set custom_reward_function.reward_kwargs.model",
         ),
         ("def f(data_source, /, **rest): ...", "f", "cannot be called as f(data_source, solution_str"),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None, /): ...", "f", "its parameter data_source"),
     ],
 )
 def test_a_file_that_is_no_use_is_refused_before_any_row(tmp_path: Path, text: str, name: str, expected: str) -> None:
