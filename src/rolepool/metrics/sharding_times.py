@@ -13,7 +13,7 @@ SHARDING_FILE = "sharding.json"
 
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
-Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Owns the small model and the order of the measurements. It uses the same calls as training, so the times contain
 everything that sharding adds: collectives, copies before and after them, and the work of the host. It takes about a
-second. The times of two sizes of the model tell the cost of a layer from the cost of its bytes.
+second. The times of two sizes of the model tell the cost of a layer from the cost of its parameters.
 """
 
 import time
@@ -42,8 +42,8 @@ Seconds = dict[str, list[float]]
 
 
 def small_model(width: int) -> nn.Module:
-    """A Llama with few layers. Real layers are called with more than tensors, which FSDP looks through, and have real
-    numbers of weights; both make a difference."""
+    """A Llama with few layers, because what FSDP does around a layer depends on its arguments and its number of
+    weights."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=2 * width,
@@ -63,7 +63,8 @@ def sizes_to_measure(num_ranks: int, device: str) -> list[int]:
 
 
 def measure_sharding(device: str) -> list[ShardingTime]:
-    """Measure with the ranks of the process group. All of them must call it; the times of each rank are its own."""
+    """The times on this rank, for each number of ranks that is measured. All ranks of the process group must call it.
+    Ranks that are not among those of a measurement wait for the next one."""
     rank = dist.get_rank()
     measured: list[ShardingTime] = []
     for num_ranks in sizes_to_measure(dist.get_world_size(), device):
