@@ -49,7 +49,7 @@ class OptimConfig(Section):
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
     """Linear warm-up steps, from the first step that updates the role; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Ratio = 0.0
-    """Warm-up as a fraction of the steps that update the role; used if lr_warmup_steps is -1."""
+    """Warm-up as a fraction of the steps that update the role, if lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """Schedule after warm-up; cosine covers the steps that update the role."""
     min_lr_ratio: Ratio = 0.0
@@ -71,11 +71,11 @@ class PolicyModelConfig(Section):
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     trust_remote_code: bool = False
-    """Run Python code from the model folder. Set it only for folders that you trust."""
+    """Run Python code from the model folder; only for folders that you trust."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters; not implemented yet, only 0 works, which trains all weights."""
     lora_alpha: Annotated[int, Field(ge=0)] = 16
-    """Scale of LoRA adapters; used if lora_rank is greater than 0."""
+    """Scale of LoRA adapters."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Entries of the model's config.json to replace, for example {attention_dropout: 0.0}."""
 
@@ -116,7 +116,7 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: Count = 16384
     """Most tokens in one micro-batch on one GPU if use_dynamic_bsz is true."""
     ppo_epochs: Count = 1
-    """Number of passes over each batch of rollouts."""
+    """Passes over each batch of rollouts."""
     shuffle: bool = False
     """Shuffle the batch before it is split into mini-batches."""
     policy_loss: PolicyLossConfig
@@ -153,7 +153,7 @@ class RefConfig(Section):
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Limit micro-batches by tokens (log_prob_max_token_len_per_gpu), not by sequences."""
     log_prob_max_token_len_per_gpu: Count = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Most tokens in one micro-batch on one GPU if log_prob_use_dynamic_bsz is true."""
+    """Most tokens in one micro-batch if log_prob_use_dynamic_bsz is true."""
     fsdp_config: RefFsdpConfig
 
 
@@ -161,11 +161,11 @@ class ValKwargs(Section):
     n: Count = 1
     """Number of responses to each validation prompt."""
     temperature: NonNegative = 0.0
-    """Sampling temperature in validation; used if val_kwargs.do_sample is true."""
+    """Temperature in validation if val_kwargs.do_sample is true."""
     top_p: Fraction = 1.0
-    """Top-p in validation; used if val_kwargs.do_sample is true."""
+    """Top-p in validation if val_kwargs.do_sample is true."""
     top_k: CountOrMinusOne = -1
-    """Top-k in validation; used if val_kwargs.do_sample is true."""
+    """Top-k in validation if val_kwargs.do_sample is true."""
     do_sample: bool = False
     """Sample in validation; false decodes greedily."""
 
@@ -199,7 +199,7 @@ class RolloutConfig(Section):
     """The engine in place of vllm, sglang or trtllm. null uses vllm, and does not train with the others."""
     engine_kwargs: EngineKwargsConfig
     vllm_python: str = ".venv-vllm/bin/python"
-    """The Python of vLLM's environment, which scripts/setup_vllm.sh makes; used if name is vllm."""
+    """The Python of vLLM's environment, which scripts/setup_vllm.sh makes."""
     parity_check: bool | None = None
     """Compare the engine's log-probs of 64 tokens with the actor's in every step, and stop if they differ. null does so
     for all engines except native. Not possible with top_p, top_k, or greedy decoding at a temperature other than 1."""
@@ -227,11 +227,11 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Fraction = 0.5
     """Fraction of the GPU's memory (or of the pool's share) for the rollout's weights and KV cache; not used on CPU."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
-    """Sequences in one micro-batch of the actor's compute_log_prob on one GPU; null chooses a size that fits."""
+    """Sequences in one micro-batch of the actor's compute_log_prob; null chooses a size that fits."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Limit micro-batches of compute_log_prob by tokens (log_prob_max_token_len_per_gpu), not by sequences."""
     log_prob_max_token_len_per_gpu: Count = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Most tokens in one micro-batch of compute_log_prob on one GPU if log_prob_use_dynamic_bsz is true."""
+    """Most tokens in one micro-batch of compute_log_prob if log_prob_use_dynamic_bsz is true."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
     free_cache_engine: bool = True
@@ -288,15 +288,15 @@ class CriticConfig(Section):
     ppo_micro_batch_size_per_gpu: Count | None = None
     """Sequences in one micro-batch on one GPU; null chooses a size that fits."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
-    """Sequences in one micro-batch of compute_values on one GPU; null chooses a size that fits."""
+    """Sequences in one micro-batch of compute_values; null chooses a size that fits."""
     use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Limit micro-batches by tokens (ppo_max_token_len_per_gpu), not by sequences."""
     ppo_max_token_len_per_gpu: Count = 32768
     """Most tokens in one micro-batch on one GPU if use_dynamic_bsz is true."""
     forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
-    """Most tokens in one micro-batch of compute_values on one GPU if use_dynamic_bsz is true."""
+    """Most tokens in one micro-batch of compute_values if use_dynamic_bsz is true."""
     ppo_epochs: Count = follows("actor_rollout_ref.actor.ppo_epochs")
-    """Number of passes over each batch of rollouts."""
+    """Passes over each batch of rollouts."""
     shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
     """Shuffle the batch before it is split into mini-batches."""
     cliprange_value: NonNegative = 0.5

@@ -37,11 +37,11 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Name of the prompt column."""
     answer_key: str | None = None
-    """Name of the column with the ground truth; null uses reward_model.ground_truth."""
+    """Column with the ground truth; null uses reward_model.ground_truth."""
     system_prompt: str | None = None
     """System message of every chat that does not begin with one. Prompts that are plain text then become chats."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for the chat template of the tokenizer, for example {enable_thinking: false}."""
+    """Arguments for the chat template, such as {enable_thinking: false}."""
     train_max_samples: CountOrMinusOne = -1
     """Use only the first N training rows; -1 uses all."""
     val_max_samples: CountOrMinusOne = -1
@@ -95,7 +95,7 @@ class EnvironmentConfig(Section):
     """The environment for conversations (docs/environments.md), a class with tools or an async function: a name in the
     file of environment.path, or module:name."""
     timeout_s: Positive = 10.0
-    """Longest time in seconds for one call of a tool; then it is stopped, and the model is told."""
+    """Longest time in seconds for one call of a tool, which is then stopped."""
     memory_gb: Positive = 1.0
     """Memory in GiB that a tool may use in addition to that of its process at the start."""
     num_processes: Count = 4
@@ -138,7 +138,7 @@ class TrainerConfig(Section):
     """GPUs on every node, or CPU processes without GPUs. null uses all GPUs of this machine, or one process per CPU
     core (a power of two, at most 8)."""
     total_epochs: Count = 30
-    """Number of passes over the training prompts."""
+    """Passes over the training prompts."""
     total_training_steps: Count | None = None
     """Stop after N steps; null stops after total_epochs."""
     project_name: str = "rolepool"
@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     val_only: bool = False
     """Validate and stop."""
     critic_warmup: CountOrZero = 0
-    """Number of steps at the start that train only the critic."""
+    """Steps at the start that train only the critic."""
     snapshot_freq: CountOrMinusOne = 1
     """Copy the state of trained models to shared memory every N steps. If a process dies, training resumes from the
     last copy, or with -1 from the last checkpoint."""
@@ -273,7 +273,7 @@ class PlacementConfig(Section):
     """Pools by name, for strategy=custom: [processes per node], or {per_node: [1], share: 0.5}; null removes one."""
     roles: RolePoolsConfig
     timeout_s: Positive = 60.0
-    """Seconds to wait until the cluster provides the resources of the plan."""
+    """Seconds to wait for the resources of the plan."""
     on_node_loss: Literal["wait", "shrink"] = "wait"
     """If a node is lost: wait placement.timeout_s for another one (wait), or plan the pools again on the nodes that are
     left (shrink)."""
