@@ -49,6 +49,7 @@ MADE_BY_OTHERS = {"WorkerGroup": ["add_role", "role"], "DataProtoFuture": None, 
 """Classes that no program constructs itself, and which of their methods are shown; None shows all."""
 FOR_THE_TRAINER = {"prepare", "switch", "start_monitors", "start_watchdog", "measure", "gpu_memory_bytes"}
 FOR_THE_TRAINER |= {"num_live_nodes", "from_columns", "columns", "like"}
+FOR_THE_TRAINER |= {"uses_critic", "estimator_needs_critic", "uses_reference"}
 """Methods that are public only because other packages of rolepool call them."""
 EXPLAINED_ELSEWHERE = {"Dispatch": "[workers.md](workers.md#calls) explains the modes."}
 MAX_WIDTH = 100

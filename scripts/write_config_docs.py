@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rolepool.config.loading import show
@@ -40,7 +41,7 @@ def markdown() -> str:
         "`rolepool plan` and `rolepool config` accept keys that are not implemented yet; `rolepool train` stops with",
         "an error if one of them is set to another value than the one that works.",
         "",
-        "A count is an integer that is at least 1. Types that the default shows (texts, true and false) are left out.",
+        "A count is an integer that is at least 1. A type is left out if default or meaning show it.",
     ]
     heading = None
     first_with: dict[str, str] = {}
@@ -65,11 +66,14 @@ def _row(key: Key, meaning: str) -> str:
 
 
 def _type_in_brackets(key: Key) -> str:
-    """The type, except for what the default shows."""
+    """The type, unless the default or the meaning show it."""
     text = key.type_text
     if text == "true or false" and key.default in (True, False):
         return ""
     if text == "text" and key.default:
+        return ""
+    choices = text.removeprefix("one of ").split(", ")
+    if text.startswith("one of ") and all(re.search(rf"\b{re.escape(choice)}\b", key.doc) for choice in choices):
         return ""
     for words, symbols in SHORTER.items():
         text = text.replace(words, symbols)
