@@ -66,7 +66,9 @@ def markdown() -> str:
     kinds = [kind for kind in classes if issubclass(kind, errors.RolepoolError) and kind is not errors.RolepoolError]
     lines = [f"- `{kind.__name__}`: {one_paragraph(inspect.getdoc(kind) or '')}\n" for kind in kinds]
     aliases = [line for module in (api, given, console) for line in attributes(parsed(module)) if line[1:3].istitle()]
-    types = [f"- {line}\n" for line in aliases if "PYTHON_FUNCTION" not in line]
+    types = [
+        f"- {line}\n" for line in aliases if line[1:].startswith(("Source", "Data"))
+    ]  # `train` explains the others
     return "\n".join([*parts, "".join(lines), "## Types in the signatures\n", "".join(types)])
 
 
