@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +24,7 @@ def test_the_example_for_skyrl_gym_trains(demo: Demo, tmp_path: Path) -> None:
 def test_the_example_for_verifiers_trains(demo: Demo, tmp_path: Path) -> None:
     pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
     names = ["environment.path=my_verifiers.py", "environment.name=rollout", f"{TURNS}.max_turn_tokens=2"]
-    page = (RECIPES.parent / "docs" / "environments.md").read_text(encoding="utf-8")
-    for name in ("my_letters", "write_letters"):
-        (text,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page, flags=re.DOTALL)
-        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    shutil.copytree(RECIPES.parent / "examples" / "verifiers_letters", tmp_path, dirs_exist_ok=True)
     subprocess.run([sys.executable, "write_letters.py"], cwd=tmp_path, check=True)
     files = ["data.train_files=letters.jsonl", "data.val_files=letters.jsonl"]
     rows = trained_rows(demo, tmp_path, *names, *files)

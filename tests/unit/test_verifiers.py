@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,9 @@ ADAPTER = "rolepool.recipes.environments.verifiers_rollout"
 
 @pytest.fixture(scope="module")
 def pages(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the example of the page."""
+    """A folder with the example of the page about environments."""
     folder = tmp_path_factory.mktemp("pages")
-    page = (root / "docs" / "environments.md").read_text(encoding="utf-8")
-    for name in ("my_letters", "my_verifiers"):
-        (text,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page, flags=re.DOTALL)
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    shutil.copytree(root / "examples" / "verifiers_letters", folder, dirs_exist_ok=True)
     return folder
 
 
