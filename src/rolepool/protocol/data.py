@@ -189,7 +189,7 @@ class DataProto:
         return type(self).from_columns(columns, batch_size, meta_info, self.batch.device if batch_size else None)
 
     def check_consistency(self) -> None:
-        """Raise a DataError that names the keys if the parts do not have the same rows or hold the wrong types."""
+        """Raise a DataError if the parts do not have the same rows or hold the wrong types."""
         if self.batch is not None:
             if not isinstance(self.batch, TensorDictBase) or not self.batch.batch_size:
                 raise DataError(f"batch is a {type(self.batch).__name__}, not a TensorDict with rows (see from_dict)")
@@ -220,7 +220,7 @@ class DataProto:
         return "\n".join(["batch", *batch, "non_tensor_batch", *arrays, "meta_info", *meta_info])
 
     def is_padding_enabled(self) -> bool:
-        """Whether a call may pad this batch to a size that its ranks divide (enabled for this batch, or for all)."""
+        """Whether a call may pad this batch to a size that its ranks divide."""
         return bool(self.meta_info.get(AUTO_PADDING_KEY)) or type(self).auto_padding
 
     # --- rows ---------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class DataProto:
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Row i `repeat_times[i]` times, its copies next to each other (list, tuple, array or tensor of counts)."""
+        """Row i `repeat_times[i]` times, its copies next to each other."""
         counts = torch.as_tensor(repeat_times).cpu()
         if counts.shape != (len(self),) or counts.is_floating_point() or bool((counts < 0).any()):
             given = operations.describe(counts)
@@ -297,7 +297,7 @@ class DataProto:
         self._replace_with(self.select_idxs(rows))
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Append `padding_size` copies of the "first" or the "last" row. Changes this batch. See also `pad_rows`."""
+        """Append `padding_size` copies of the "first" or the "last" row. Changes this batch."""
         if padding_candidate not in ("", "first", "last"):  # verl's default is "", which means the last row
             raise DataError(f"padding_candidate is {padding_candidate!r}; it must be 'first' or 'last'")
         if padding_size < 0 or (padding_size and len(self) == 0):
@@ -398,7 +398,7 @@ class DataProto:
     def to_padded(
         self, prompt_width: int | None = None, response_width: int | None = None, pad_token_id: int = 0
     ) -> DataProto:
-        """The same batch with dense tensors [rows, width] in place of its ragged columns, for code that reads those.
+        """The same batch with dense tensors [rows, width] in place of its ragged columns.
 
         From `input_ids` and `num_prompt_tokens` it computes prompts (padded on the left), responses (on the right),
         both together as input_ids, attention_mask and position_ids, and a response_mask of ones if there is none yet.
