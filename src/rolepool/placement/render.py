@@ -210,7 +210,7 @@ def _notes(summary: PlanSummary) -> Iterator[tuple[str, str]]:
             yield "CUDA MPS", f"started on the nodes of {', '.join(plan.sharing_pools)}, and stopped with the run"
     if summary.snapshot_bytes > GIB // 10:
         needed = f"{show_bytes(summary.snapshot_bytes)} of {SHARED_MEMORY}"
-        yield "snapshots", f"{needed} on each node, to go on if a process dies"
+        yield "snapshots", f"{needed} on each node, to resume if a process dies"
     yield from summary.settings.items()
     if reasons := [reason for reason in summary.engines.values() if reason is not None]:
         able = ", ".join(name for name, reason in summary.engines.items() if reason is None) or "none"

@@ -339,7 +339,7 @@ class Trainer:
         if step is None:
             raise error
         what, seconds = error.problems[0], time.monotonic() - start_s
-        replaced = f"replaced {' and '.join(pools)}, and training goes on after step {step}"
+        replaced = f"replaced {' and '.join(pools)}, and training resumes after step {step}"
         self.observer.on_notice(f"{what}; {replaced} ({seconds:.1f} s)")
         self.folder.add_event("restart", step + 1, what, seconds, pools, repeated_from_step=step + 1)
         return step
