@@ -24,7 +24,7 @@ from rolepool.models.sharding import decoder_layers, shard_over, whole
 NUM_LAYERS = 3
 WIDTHS = {"cpu": (64, 192), "cuda": (64, 1024)}
 """The hidden size of the small and of the large model."""
-NUM_REPEATS = {"cpu": (9, 5), "cuda": (20, 20)}
+NUM_REPEATS = {"cpu": (7, 4), "cuda": (20, 20)}
 """Repetitions for the two sizes."""
 NUM_ACTIVATIONS = 2**15
 """Numbers that a layer passes on, so that it computes for a while between two collectives, as it does in training."""
@@ -32,7 +32,7 @@ ROW_LENGTH = 16
 CACHE_BYTES = 2**23
 """What is written before each measured time. In training much happens between two passes of the same kind, so code and
 weights are not in the caches of the processor any more."""
-GATHER_EVERY = 4
+GATHER_EVERY = 2
 """Gathering all weights one by one takes longest, so it is repeated less often."""
 NUM_WARM_REPEATS = 1
 """The first repetitions allocate memory and open connections."""

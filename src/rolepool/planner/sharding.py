@@ -12,6 +12,9 @@ import numpy as np
 
 from rolepool.metrics.sharding_times import ShardingTime
 
+OPTIMIZER = "optimizer"
+"""The part of an update that changes the weights."""
+
 
 class Costs(NamedTuple):
     """Seconds for each layer that is gathered on its own, and for each parameter."""
@@ -26,8 +29,10 @@ class Costs(NamedTuple):
         large = max(times, key=lambda one: one.num_params)
         per_param_s = 0.0
         if large.num_params > small.num_params:
-            # An optimizer may be faster in the larger model, because each rank updates only its shard.
             per_param_s = (large.added_s - small.added_s) / (large.num_params - small.num_params)
+        if small.part != OPTIMIZER:
+            # Only noise can make more data faster. An optimizer is faster, because each rank updates only its shard.
+            per_param_s = max(0.0, per_param_s)
         per_unit_s = (small.added_s - per_param_s * small.num_params) / small.num_units
         return cls(max(0.0, per_unit_s), per_param_s)
 
