@@ -80,10 +80,15 @@ def test_a_sample_tells_a_busy_process_by_its_pool_and_forgets_one_that_is_gone(
     busy.start()
     assert busy.pid is not None
     monitor = NodeMonitor("here", [Watched(busy.pid, "big", 3, None)], {"big": ["actor"]})
-    time.sleep(0.5)
-    (row,) = monitor.sample()["processes"]
+    deadline = time.monotonic() + 60
+    used: list[float] = []
+    while not used or (used[-1] <= 5 and time.monotonic() < deadline):  # another program may use all cores for a while
+        time.sleep(0.5)
+        (row,) = monitor.sample()["processes"]
+        used.append(row["cpu_percent"])
     assert (row["pool"], row["rank"], row["roles"]) == ("big", 3, ["actor"])
-    assert row["cpu_percent"] > 5 and row["memory_bytes"] > 2**20
+    assert used[-1] > 5, used
+    assert row["memory_bytes"] > 2**20
     busy.kill()
     busy.join()
     assert monitor.sample()["processes"] == []
