@@ -391,17 +391,14 @@ class Trainer:
         self._add_plan(first_step)
 
     def _measure_sharding(self) -> ShardingTimes:
-        """Measure what sharding costs on these processes, unless the run is too short to predict anything from it."""
-        if self.config.trainer.val_only or self.num_steps - self.start_step <= NUM_CALIBRATION_STEPS:
+        """Measure what sharding costs on these processes, unless the run is too short to predict anything from it.
+
+        On GPUs it is not measured yet: nobody has seen it there, and ranks that wait for a failed one would hang.
+        """
+        is_short = self.config.trainer.val_only or self.num_steps - self.start_step <= NUM_CALIBRATION_STEPS
+        if is_short or self.cluster.gpu_memory_bytes is not None:
             return ShardingTimes(times=[])
-        try:
-            measured = self.cluster.measure(measure_sharding)
-        except WorkerError as error:
-            # On CPU slots the process groups are made anew for it, and would be broken.
-            if error.is_death or self.plan.device == "cpu":
-                raise
-            logger.warning("what sharding costs is not measured, so predictions are less exact: %s", one_line(error))
-            measured = []
+        measured = self.cluster.measure(measure_sharding)
         return ShardingTimes(times=[time for of_group in measured for time in of_group])
 
     def _add_plan(self, first_step: int) -> None:
