@@ -27,7 +27,7 @@ class ShardingTime:
     num_units: Count
     """Layers that are gathered one after another; everything outside of the layers counts as one more."""
     num_params: Count
-    """Of the whole model."""
+    """All parameters of the model."""
     sharded_s: Time
     alone_s: Time
     """Without sharding, on the same data."""
