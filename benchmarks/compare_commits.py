@@ -177,14 +177,20 @@ CASES: dict[str, Callable[[Side, Path], Path]] = {
 
 
 def describe_difference(before: Rows, after: Rows) -> str | None:
-    """What differs first, or None."""
+    """What differs first, or None. A number that only the later commit logs is no difference."""
     for old, new in zip(before, after, strict=False):
-        for name in [*old, *(name for name in new if name not in old)]:
+        for name in old:
             if old.get(name) != new.get(name):
                 return f"step {old['step']}: {name}: {old.get(name)} became {new.get(name)}"
     if len(before) != len(after):
         return f"{len(before)} rows became {len(after)}"
     return None
+
+
+def added_names(before: Rows, after: Rows) -> list[str]:
+    """The numbers that only the later commit logs."""
+    known = {name for row in before for name in row}
+    return sorted({name for row in after for name in row} - known)
 
 
 @contextlib.contextmanager
@@ -213,6 +219,8 @@ def compare(case: str, sides: list[Side], parent: Path) -> bool:
     difference = describe_difference(*rows)
     num_values = sum(len(row) for row in rows[0])
     result = difference or f"equal: {len(rows[0])} rows, {num_values} values"
+    if names := added_names(*rows):
+        result += f"; new: {', '.join(names)}"
     print(f"{case:<18} {time.monotonic() - began_s:>6.0f} s  {result}", flush=True)
     return difference is None and num_values > 0
 
