@@ -22,9 +22,10 @@ from typing_extensions import TypedDict
 from rolepool.config import Config, show
 from rolepool.config.base import lines_of
 from rolepool.config.sources import is_demo_to_make
+from rolepool.data.reasoning_gym import check_generator, is_generator, open_generator
 from rolepool.data.reward_functions import PYTHON_FUNCTION, functions_of
 from rolepool.data.reward_needs import TRUTH, Need, likely_answer, missing, needs_of
-from rolepool.data.rules import RULES_WITHOUT_TRUTH, rules_for
+from rolepool.data.rules import RULES_WITHOUT_TRUTH, call_rule, rules_for
 from rolepool.errors import ConfigError, DataError, explained
 
 Row = dict[str, Any]
@@ -84,6 +85,8 @@ def _file(path: str, key: str, config: Config) -> Iterator[str]:
     """The file can be opened, and its first row can be used."""
     if path.startswith("hf:"):
         _hub_name(path, key)  # only its form, because it may have to be downloaded
+    elif is_generator(path):
+        check_generator(path, key)  # the package takes seconds to import
     elif not is_demo_to_make(path):
         rows = open_rows(path, key, max_rows=1)
         if not rows.num_rows:
@@ -175,7 +178,7 @@ def check_row(place: str, row: Row, source: str, config: Config, needs: Sequence
         if truth is None:
             raise _without_truth(place, row, config, f"the rule {name} compares it with the response")
         try:
-            rule("", truth)
+            call_rule(rule, "", truth, used["extra_info"])
         except DataError as error:
             raise BadRow(f"{place}: {error}", name) from None
     for need in needs:
@@ -285,6 +288,9 @@ def open_rows(path: str, key: str, max_rows: int | None = None) -> Rows:
     """The rows of one file or dataset that the config key `key` names, or at most the first `max_rows` of a file."""
     if path.startswith("hf:"):
         return _load_from_hub(path, key)
+    if is_generator(path):
+        items = open_generator(path, key)
+        return _rows_of_table(path, path, len(items), items.__getitem__)
     file = Path(path).expanduser()
     if not file.is_file():
         place = f"looked in {file.absolute().parent}"

@@ -14,6 +14,7 @@ Does not know how many responses are sampled for a prompt, or on which ranks.
 """
 
 import hashlib
+import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rolepool.config import Config, show
 from rolepool.config.model_keys import PolicyModelConfig
 from rolepool.data.files import BadRow, Row, check_row, lines_by_kind, open_rows, used_columns
+from rolepool.data.reasoning_gym import is_generator
 from rolepool.data.reward_needs import needs_of
 from rolepool.data.tools import template_options
 from rolepool.errors import ConfigError, DataError, explained, logger, one_line
@@ -100,6 +102,31 @@ class PromptSet:
         rows = [self._parse(number) for number in row_numbers]
         all_ids = [self._token_ids[self._starts[row] : self._starts[row + 1]].tolist() for row in row_numbers]
         return {**{name: [row[name] for row in rows] for name in rows[0]}, "raw_prompt_ids": all_ids}
+
+    def check_overlap(self, training: "PromptSet") -> None:
+        """Look for validation prompts that also occur in training, because their scores do not show what was learned.
+
+        Those of a generator are left out, which is logged with their number. Those of files stay, with a warning.
+        Raises DataError if none would be left.
+        """
+        known = set(training._questions())
+        is_known = np.array([question in known for question in self._questions()])
+        num_known = int(is_known.sum())
+        if not num_known:
+            return
+        what = f"{self.key}: {num_known} of {len(self)} prompts also occur in training"
+        if not any(map(is_generator, self._config.at(self.key))):
+            logger.warning("%s, so their scores do not show what was learned for other prompts", what)
+            return
+        if num_known == len(self):
+            raise DataError(f"{what}; give the generator another seed, more items or a wider range")
+        logger.info("%s, and are left out", what)
+        self._rows = self._rows[~is_known]
+
+    def _questions(self) -> Iterator[str]:
+        """The text of each prompt."""
+        for row in self._rows.tolist():
+            yield json.dumps(self._parse(row)["raw_prompt"], default=str)
 
     def check_vocabulary(self, model: str, size: int) -> None:
         """Raise DataError if a prompt has a token id that a model of this vocabulary size does not have. `model` is the

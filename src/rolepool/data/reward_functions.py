@@ -17,16 +17,24 @@ from typing import Any, NamedTuple, Self
 from rolepool.config import Config
 from rolepool.data.reward_signatures import check_signature
 from rolepool.data.rewards import RewardFunction, WeightedRewards
-from rolepool.data.rules import RULES, Rule, Score, rule_for
+from rolepool.data.rules import RULES, Rule, Score, call_rule, rule_for
 from rolepool.errors import ConfigError, explained
 
 PYTHON_FUNCTION = "(a Python function)"
 """Written for `custom_reward_function.path` in the config of a run if a Python program has given the function."""
 
 
-def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, rule: Rule | None = None, **_: Any) -> Score:
+def score_by_rule(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    rule: Rule | None = None,
+    **_: Any,
+) -> Score:
     """A built-in rule, called in the same way as a user's function; None uses the rule for the data source."""
-    return (rule or rule_for(data_source))(solution_str, ground_truth)
+    rule = rule or rule_for(data_source)
+    return call_rule(rule, solution_str, ground_truth, extra_info)
 
 
 class FunctionInFile(NamedTuple):

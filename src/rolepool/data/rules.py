@@ -19,8 +19,8 @@ from rolepool.errors import DataError
 
 Score = float | dict[str, float | str]
 """A score, or a dict with `score`, other numbers to log, and perhaps `pred`, the answer as text."""
-Rule = Callable[[str, Any], Score]
-"""Takes the response and the ground truth."""
+Rule = Callable[..., Score]
+"""Takes the response and the ground truth; rules in `RULES_WITH_EXTRA` also take `extra_info`."""
 
 _TAIL_CHARACTERS = 300
 """Rules for a marked answer search only the end of a response, as verl does."""
@@ -177,9 +177,14 @@ def last_number(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     wanted = _as_decimal(strict_answer(str(ground_truth)) or str(ground_truth))
     if wanted is None:
         raise DataError(f"the ground truth is {ground_truth!r}; the rule last_number needs a number")
-    found = _NUMBER.findall(solution_str.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
-    answer = found[-1] if found else ""
+    answer = last_number_in(solution_str)
     return _graded(answer, _as_decimal(answer) == wanted)
+
+
+def last_number_in(text: str) -> str:
+    """The last number in a text; nothing if there is none."""
+    found = _NUMBER.findall(text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
+    return found[-1] if found else ""
 
 
 def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
@@ -195,11 +200,16 @@ def last_box(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
 def answer_tag(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
     """The same for the text between the last `<answer>` and `</answer>`, which may be boxed."""
     accepted = _accepted(ground_truth, "answer_tag")
-    end = solution_str.rfind("</answer>")
-    start = solution_str.rfind("<answer>", 0, max(end, 0))
-    text = solution_str[start + len("<answer>") : end] if start >= 0 else ""
+    text = tagged_answer(solution_str) or ""
     answer = boxed_answer(text) or text
     return _graded(answer, any(_is_same(answer, wanted) for wanted in accepted))
+
+
+def tagged_answer(text: str) -> str | None:
+    """What is between the last `<answer>` and `</answer>`; None if a tag is missing."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def think_format(solution_str: str, ground_truth: Any = None) -> float:
@@ -236,11 +246,34 @@ def _is_same(answer: str, wanted: str) -> bool:
     return len(texts) == 1 or (bool(answer.strip()) and normalize_latex(answer) == normalize_latex(wanted))
 
 
+def reasoning_gym(
+    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float | str]:
+    """The score that the verifier of a task of reasoning-gym gives to the answer, from 0 to 1. `pred` is the answer.
+
+    Verifiers expect the answer alone: what is between the last `<answer>` tags, or else the last number if the ground
+    truth is a number, or else the whole response.
+    """
+    from rolepool.data.reasoning_gym import ENTRY, verify  # not before it is needed, because the package is slow
+
+    entry = (extra_info or {}).get(ENTRY)
+    if not isinstance(entry, dict):
+        raise DataError("the rule reasoning_gym needs rows of reasoning_gym:TASK; use another rule")
+    truth = str(ground_truth).strip()
+    answer = tagged_answer(solution_str)
+    if answer is None:
+        answer = last_number_in(solution_str) if last_number_in(truth) == truth else solution_str
+    return {"score": verify(answer.strip(), entry), "pred": answer.strip()}
+
+
 # --- which rule scores a row --------------------------------------------------------------------------------------
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "position_match": position_match, "gsm8k": gsm8k}
 RULES |= {"gsm8k_flexible": gsm8k_flexible, "math": math_boxed, "math_dapo": math_dapo}
 RULES |= {"last_number": last_number, "boxed": last_box, "answer_tag": answer_tag, "format": think_format}
+RULES |= {"reasoning_gym": reasoning_gym}
+RULES_WITH_EXTRA = (reasoning_gym,)
+"""The rules that need more than the ground truth."""
 RULES_WITHOUT_TRUTH = ("format",)
 """The rules that look only at the response."""
 
@@ -254,6 +287,13 @@ def rule_for(data_source: str) -> Rule:
         fix = f"set reward.functions to a rule ({', '.join(RULES)}) or to your own FILE.py:FUNCTION"
         raise DataError(f"there is no built-in reward for data_source {data_source!r}; {fix}")
     return rule
+
+
+def call_rule(rule: Rule, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> Score:
+    """The score of a response. Raises DataError if the rule cannot use the row."""
+    if rule in RULES_WITH_EXTRA:
+        return rule(solution_str, ground_truth, extra_info)
+    return rule(solution_str, ground_truth)
 
 
 def rules_for(config: Config, data_source: str) -> dict[str, Rule]:
