@@ -101,6 +101,35 @@ def train(parser: Parser, arguments: list[str]) -> int | None:
     return train(arguments, parser.prog)
 
 
+def signal(parser: Parser, arguments: list[str]) -> None:
+    """Generate and score responses to some training prompts, to see whether there is something to learn."""
+    parser.add_argument("--prompts", type=int, default=64, metavar="N", help="number of prompts; default: 64")
+    options = parser.parse_intermixed_args(arguments)
+    if options.prompts < 1:
+        raise ConfigError(f"--prompts {options.prompts}: must be at least 1")
+    draft = read_words(options)
+
+    from rolepool.config.sources import DEMO_FOLDER, trains_demo
+    from rolepool.quick_imports import quick_imports
+    from rolepool.trainer.start_checks import check_start, checked
+
+    loaded = checked(draft)
+    warnings = check_start(loaded)
+    if trains_demo(loaded.config):
+        from rolepool.data.demo import make_demo
+
+        make_demo(DEMO_FOLDER)
+    print_errors([*loaded.warnings, *warnings], label="warning: ")
+    with quick_imports():
+        from rolepool.terminal import Terminal
+        from rolepool.trainer.signal import measure_signal
+
+    measured = measure_signal(loaded, options.prompts, lambda line: print(line, file=sys.stderr, flush=True))
+    Terminal(soft_wrap=True).print(measured.as_table())
+    print(f"{measured.tokens_per_s:,.0f} tokens/s while generating")
+    print_errors(measured.advice(), label="")
+
+
 def move(parser: Parser, arguments: list[str]) -> None:
     """Change the placement of a run while it trains."""
     parser.usage = "rolepool move RUN placement.strategy=split [key=value...] [--timeout SECONDS]"
@@ -327,7 +356,8 @@ def plot(parser: Parser, arguments: list[str]) -> None:
         print_line(path)
 
 
-_ALL = (plan, config, train, move, predict, recipes, watch, serve, report, compare, plot, trace, export, demo)
+_ALL = (plan, config, signal, train, move, predict, recipes, watch, serve, report, compare, plot, trace, export, demo)
 COMMANDS: dict[str, Callable[[Parser, list[str]], int | None]] = {command.__name__: command for command in _ALL}
-WORDS = {"plan": "RECIPE, FILE or key=value", "config": "KEY, RECIPE, FILE or key=value"}
+CONFIG_WORDS = "RECIPE, FILE or key=value"
+WORDS = {"plan": CONFIG_WORDS, "signal": CONFIG_WORDS, "config": f"KEY, {CONFIG_WORDS}"}
 """What the positional arguments are, for commands that load a config."""

@@ -255,3 +255,23 @@ def test_training_goes_on_when_nobody_reads_its_output_and_records_the_baseline_
         spans = [each.span for each in read.spans if (each.step, each.operation) == (step, "baseline")]
         assert {span.method for span in spans} == {"generate_sequences", "compute_scores"}
         assert read.metrics[step]["timing_s/baseline"] >= max(span.duration_s for span in spans)
+
+
+def test_signal_shows_before_training_whether_responses_differ(demo: Demo, tmp_path: Path) -> None:
+    words = [f"actor_rollout_ref.model.path={demo.model}", f"data.train_files={demo.train_file}"]
+    words += [
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+    ]
+    command = [sys.executable, "-m", "rolepool", "signal", "--prompts", "6", "algorithm.adv_estimator=grpo", *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    head, row, speed = ended.stdout.splitlines()
+    assert head.split()[-6:] == ["best", "of", "8", "mixed", "truncated", "tokens"]
+    name, num_prompts, score, best, *_ = row.split()
+    assert (name, num_prompts) == ("position_match/next_letter", "6")
+    assert 0 < float(score) < float(best) < 1
+    assert speed.endswith("tokens/s while generating")
+    assert not list(tmp_path.iterdir()), "nothing is written"

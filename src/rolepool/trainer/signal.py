@@ -1,0 +1,206 @@
+"""`rolepool signal`: whether a policy can learn from its prompts, before it is trained.
+
+A policy learns from differences between responses: where all responses to a prompt get the same score, there is nothing
+to learn. Owns what is measured for this, and what is said about it. The processes start as those of a training run do,
+in a temporary run folder, and no weights change.
+"""
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from rolepool.config import LoadedConfig
+from rolepool.protocol import DataProto
+from rolepool.protocol.columns import TOKENS, rows_of_responses
+from rolepool.trainer.advantages import repeated
+from rolepool.trainer.build import stop_tokens_of
+from rolepool.trainer.console import Observer
+from rolepool.trainer.loop import Trainer
+from rolepool.trainer.rows import question_of
+
+DEFAULT_SAMPLES = 8
+"""Responses to each prompt if rollout.n is 1, because one response has nothing to differ from."""
+FEW_MIXED, MANY_TRUNCATED, TOO_EASY = 0.2, 0.1, 0.9
+"""Shares from which something is said about them."""
+MAX_CHARACTERS = 120
+
+
+@dataclass
+class Source:
+    """The responses to the prompts of one data source."""
+
+    groups: list[Sequence[float]] = field(default_factory=list)
+    """The scores of the responses to each prompt."""
+    lengths: list[int] = field(default_factory=list)
+    """The tokens of each response."""
+    num_truncated: int = 0
+    example: tuple[str, str, str] = ("", "", "")
+    """The question of the first prompt, its first response and its ground truth."""
+
+    @property
+    def mean(self) -> float:
+        """The mean score, which is pass@1 if scores are 0 or 1."""
+        return float(np.mean(self.groups))
+
+    @property
+    def best(self) -> float:
+        """The mean of the best score of each prompt, which is pass@n if scores are 0 or 1."""
+        return float(np.mean([max(scores) for scores in self.groups]))
+
+    @property
+    def mixed(self) -> float:
+        """The share of prompts whose responses have different scores."""
+        return float(np.mean([max(scores) > min(scores) for scores in self.groups]))
+
+    @property
+    def truncated(self) -> float:
+        return self.num_truncated / len(self.lengths)
+
+
+@dataclass
+class Signal:
+    """What was measured."""
+
+    sources: dict[str, Source]
+    num_samples: int
+    max_response_length: int
+    tokens_per_s: float
+
+    def as_table(self) -> Table:
+        names = ("prompts", "score", f"best of {self.num_samples}", "mixed", "truncated", "tokens")
+        table = Table("data source", box=None, pad_edge=False)
+        for name in names:
+            table.add_column(name, justify="right")
+        for name, source in self.sources.items():
+            shares = (f"{share:.0%}" for share in (source.mixed, source.truncated))
+            numbers = (str(len(source.groups)), f"{source.mean:.3f}", f"{source.best:.3f}", *shares)
+            table.add_row(name, *numbers, f"{np.mean(source.lengths):.0f}")
+        return table
+
+    def advice(self) -> list[str]:
+        """What to change, one line for each thing."""
+        lines: list[str] = []
+        for name, source in self.sources.items():
+            lines += [f"{name}: {line}" for line in self._advice_for(source)]
+        return lines
+
+    def _advice_for(self, source: Source) -> Iterable[str]:
+        if source.truncated > MANY_TRUNCATED:
+            share = f"{source.truncated:.0%} of the responses reach data.max_response_length={self.max_response_length}"
+            yield f"{share}; if answers are cut off, raise it, and look at the stop tokens that `rolepool plan` shows"
+        if not source.mixed and source.mean <= 0:
+            question, response, truth = source.example
+            fix = "use easier prompts, another model, or a reward that finds the answer in the response"
+            example = f"such as {question!r}, answered {response!r}, with the ground truth {truth!r}"
+            yield f"no signal: no response has a score, {example}; {fix}"
+        elif not source.mixed:
+            yield "no signal: all responses to a prompt have the same score; use harder prompts, or a finer reward"
+        elif source.mean >= TOO_EASY:
+            yield "the policy can do this already; use harder prompts"
+        elif source.mixed < FEW_MIXED:
+            yield (
+                f"only {source.mixed:.0%} of the prompts have responses with different scores, and only those teach; "
+                "use prompts that are neither too easy nor too hard, or a larger actor_rollout_ref.rollout.n"
+            )
+
+
+class _Measurement(Trainer):
+    """A run that generates and scores responses to some training prompts, and trains nothing."""
+
+    def __init__(self, loaded: LoadedConfig, num_prompts: int) -> None:
+        super().__init__(loaded)
+        self._num_prompts = num_prompts
+        self._stops = stop_tokens_of(self.config, self.tokenizer)
+        self.signal: Signal | None = None
+
+    def _train(self) -> None:
+        self.observer.on_phase(f"generating responses to {self._num_prompts} prompts")
+        rollout = self.config.actor_rollout_ref.rollout
+        num_samples = rollout.n if rollout.n > 1 else DEFAULT_SAMPLES
+        limit = self.config.data.max_response_length
+        found: dict[str, Source] = defaultdict(Source)
+        num_tokens, seconds, num_left = 0, 0.0, self._num_prompts
+        while num_left > 0:
+            prompts = self.loader.next_batch()[:num_left]
+            num_left -= len(prompts)
+            start_s = time.monotonic()
+            rows = repeated(prompts, num_samples)
+            rollouts = self.roles.rollout.generate_sequences(rows)
+            responses = list(rows_of_responses(rollouts.get(keys=TOKENS).batch))
+            seconds += time.monotonic() - start_s
+            num_tokens += sum(map(len, responses))
+            scores = self.roles.reward.compute_scores(rollouts.union(rows)).get().batch["scores"].tolist()
+            self._add(found, rows, responses, scores, num_samples, limit)
+        sources = dict(sorted(found.items()))
+        self.signal = Signal(sources, num_samples, limit, num_tokens / seconds)
+
+    def _add(
+        self,
+        found: dict[str, Source],
+        rows: DataProto,
+        responses: Sequence[Any],
+        scores: Sequence[float],
+        num_samples: int,
+        limit: int,
+    ) -> None:
+        columns = rows.non_tensor_batch
+        for first in range(0, len(responses), num_samples):
+            source = found[str(columns["data_source"][first])]
+            group = range(first, first + num_samples)
+            source.groups.append([scores[index] for index in group])
+            lengths = [len(responses[index]) for index in group]
+            source.lengths += lengths
+            source.num_truncated += sum(self._is_truncated(responses[index], limit) for index in group)
+            if len(source.groups) == 1:
+                truth = (columns["reward_model"][first] or {}).get("ground_truth")
+                text = self.tokenizer.decode(responses[first], skip_special_tokens=True)
+                source.example = (_short(question_of(columns["raw_prompt"][first])), _short(text), _short(truth))
+
+    def _is_truncated(self, response: Any, limit: int) -> bool:
+        """Whether a response was cut at the limit, and did not just end there."""
+        return len(response) >= limit and int(response[-1]) not in self._stops
+
+
+class _Phases(Observer):
+    """Passes on what the run does."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+
+    def on_phase(self, what: str) -> None:
+        self._say(what)
+
+
+def measure_signal(loaded: LoadedConfig, num_prompts: int, say: Callable[[str], object] = lambda line: None) -> Signal:
+    """Generate and score responses to some training prompts with the config's model, engine and reward. `say` gets a
+    line for each part of it."""
+    with tempfile.TemporaryDirectory(prefix="rolepool-signal-") as folder:
+        config = loaded.config
+        changes = {
+            "trainer.default_local_dir": str(Path(folder) / "run"),
+            "trainer.logger": (),
+            "trainer.resume_mode": "disable",
+            "trainer.save_freq": -1,
+            "trainer.val_only": True,
+            "trainer.snapshot_freq": -1,
+            "data.val_files": (),
+        }
+        for key, value in changes.items():
+            config = config.with_value(key, value)
+        run = _Measurement(replace(loaded, config=config), num_prompts)
+        run.observer = _Phases(say)
+        run.run()
+    assert run.signal is not None
+    return run.signal
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
