@@ -58,7 +58,7 @@ def test_the_version_is_printed(rolepool: Rolepool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("fly",), "'fly': no such command; use one of plan, config, train"),
+        (("fly",), "'fly': no such command; use one of plan, config, signal, train"),
         (("plan", "--fast"), "rolepool plan: unrecognized arguments: --fast; see `rolepool plan --help`"),
         (("plan", "--inventory"), "rolepool plan: argument --inventory: expected one argument"),
         (("plan", "--gpu", "80"), "rolepool plan: unrecognized arguments: --gpu"),

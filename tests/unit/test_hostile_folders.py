@@ -26,7 +26,7 @@ from rolepool.reading import MAX_LINE_BYTES
 from rolepool.report.serve import Server
 
 SECRET = "the-value-of-a-secret"
-OWN_CONFIG = {"plan", "config", "train"}
+OWN_CONFIG = {"signal", "plan", "config", "train"}
 """Commands that get a config of the user's own."""
 NO_CONFIG = {"recipes", "demo"}
 """Commands that read neither a config nor a run folder."""
