@@ -136,7 +136,9 @@ def main() -> int:
         "advantages": float((theirs_advantages - expected).abs().max()),
         "gradient": (errors / squares) ** 0.5,
     }
-    print(f"{len(responses)} responses, {num_tokens} tokens, mean score {float(step.estimated.scored.batch['scores'].mean()):.3f}")
+    print(
+        f"{len(responses)} responses, {num_tokens} tokens, mean score {float(step.estimated.scored.batch['scores'].mean()):.3f}"
+    )
     print(f"loss {loss:.6f}, norm of the gradient {squares**0.5:.6f}, {len(theirs)} weights; {row or ''}")
     for name, difference in found.items():
         print(f"largest difference of {name}: {difference:.2g} (limit {LIMITS[name]:g})")
