@@ -13,6 +13,7 @@ Needs the extra reasoning-gym, unless `data.train_files` names another file.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -99,6 +100,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(options, Path(folder) / "run")
         theirs = dict(moments(Path(folder) / "run" / "checkpoints" / "step_000001" / "actor"))
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        logged = {name: value for line in lines for name, value in json.loads(line).items()}
     step = trainer.kept
     tokens = step.calls["gen"][0].get(keys=TOKENS).batch
     responses = [row.tolist() for row in rows_of_responses(tokens)]
@@ -130,16 +133,16 @@ def main() -> int:
         if name in theirs and weight.grad is not None:
             squares += float(weight.grad.double().square().sum())
             errors += float((theirs[name].double() / MOMENT_SHARE - weight.grad.double()).square().sum())
-    row = next(iter(trainer.rows)) if hasattr(trainer, "rows") else None
     found = {
         "log-probs": worst_log_prob,
         "advantages": float((theirs_advantages - expected).abs().max()),
+        "loss": abs(loss - logged["actor/pg_loss"]),
         "gradient": (errors / squares) ** 0.5,
     }
-    print(
-        f"{len(responses)} responses, {num_tokens} tokens, mean score {float(step.estimated.scored.batch['scores'].mean()):.3f}"
-    )
-    print(f"loss {loss:.6f}, norm of the gradient {squares**0.5:.6f}, {len(theirs)} weights; {row or ''}")
+    mean_score = float(step.estimated.scored.batch["scores"].mean())
+    print(f"{len(responses)} responses, {num_tokens} tokens, mean score {mean_score:.3f}")
+    print(f"plain code: loss {loss:.6f}, norm of the gradient {squares**0.5:.4f}")
+    print(f"rolepool:   loss {logged['actor/pg_loss']:.6f}, norm of the gradient {logged['actor/grad_norm']:.4f}")
     for name, difference in found.items():
         print(f"largest difference of {name}: {difference:.2g} (limit {LIMITS[name]:g})")
     return int(any(difference > LIMITS[name] for name, difference in found.items()))
