@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("words", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(options, Path(folder) / "run")
         theirs = dict(moments(Path(folder) / "run" / "checkpoints" / "step_000001" / "actor"))
@@ -108,7 +108,7 @@ def main() -> int:
     rows = [row.tolist() for row in tokens["input_ids"].unbind()]
     prompts = [row[: len(row) - len(response)] for row, response in zip(rows, responses, strict=True)]
     mask = step.estimated.mask
-    old_log_probs = pad_ragged(step.scored.get().batch["old_log_probs"])
+    old_log_probs = pad_ragged(step.calls["old_log_prob"][0].get(keys=["old_log_probs"]).batch["old_log_probs"])
     temperature = trainer.config.actor_rollout_ref.rollout.temperature
 
     torch.set_num_threads(2)
