@@ -122,7 +122,7 @@ def test_validation_items_that_occur_in_training_are_left_out_and_counted(
     caplog.set_level(logging.INFO)
     config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=60&seed=2")
     training, validation = prompts_of(config, "train"), prompts_of(config, "val")
-    validation.check_overlap(training)
+    validation.leave_out(training)
     known = {str(prompt) for prompt in training.take(range(len(training)))["raw_prompt"]}
     left = {str(prompt) for prompt in validation.take(range(len(validation)))["raw_prompt"]}
     assert 0 < len(validation) < 60
@@ -133,4 +133,4 @@ def test_validation_items_that_occur_in_training_are_left_out_and_counted(
 def test_no_validation_items_left_is_an_error(model: Path) -> None:
     config = config_of(model, f"{KEY}={SUMS}&size=40", f"data.val_files={SUMS}&size=20")
     with pytest.raises(RolepoolError, match="20 of 20 prompts also occur in training; give the generator another seed"):
-        prompts_of(config, "val").check_overlap(prompts_of(config, "train"))
+        prompts_of(config, "val").leave_out(prompts_of(config, "train"))

@@ -103,21 +103,20 @@ class PromptSet:
         all_ids = [self._token_ids[self._starts[row] : self._starts[row + 1]].tolist() for row in row_numbers]
         return {**{name: [row[name] for row in rows] for name in rows[0]}, "raw_prompt_ids": all_ids}
 
-    def check_overlap(self, training: "PromptSet") -> None:
-        """Look for validation prompts that also occur in training, because their scores do not show what was learned.
+    def leave_out(self, training: "PromptSet") -> None:
+        """If a generator makes validation prompts, leave out those that also occur in training, because their scores do
+        not show what was learned. Raises DataError if none would be left.
 
-        Those of a generator are left out, which is logged with their number. Those of files stay, with a warning.
-        Raises DataError if none would be left.
+        Files are not compared: whoever wrote them chose their rows, and all rows would be read a second time.
         """
+        if not any(map(is_generator, self._config.at(self.key))):
+            return
         known = set(training._questions())
         is_known = np.array([question in known for question in self._questions()])
         num_known = int(is_known.sum())
         if not num_known:
             return
         what = f"{self.key}: {num_known} of {len(self)} prompts also occur in training"
-        if not any(map(is_generator, self._config.at(self.key))):
-            logger.warning("%s, so their scores do not show what was learned for other prompts", what)
-            return
         if num_known == len(self):
             raise DataError(f"{what}; give the generator another seed, more items or a wider range")
         logger.info("%s, and are left out", what)

@@ -115,7 +115,7 @@ class Trainer:
         self.loader = PromptLoader(prompts, data.train_batch_size, seed=seed, shuffle=data.shuffle)
         self.val_prompts = PromptSet("val", self.config, self.tokenizer, reward) if data.val_files else None
         if self.val_prompts is not None:
-            self.val_prompts.check_overlap(prompts)
+            self.val_prompts.leave_out(prompts)
         check_prompts(self.config, inputs.models, [prompts, *([self.val_prompts] if self.val_prompts else [])])
         self.num_steps = keys.total_training_steps or keys.total_epochs * self.loader.num_steps_per_epoch
         # -1 stays -1, which means never. Without a number it happens once, after the last step.
